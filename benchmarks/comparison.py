@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from benchmarks.groups import Row
 from pipeline_lib.core.units import GIB
-from pipeline_lib.plan.machine import Figure
+from pipeline_lib.records.plan import Figure
 
 TIME_GOAL, MEMORY_GOAL, AUTO_GOAL = 0.10, 0.05, 0.03
 LEFT_BYTES = 2**26  # of earlier cases; more makes a peak doubtful

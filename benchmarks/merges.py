@@ -32,6 +32,7 @@ from pipeline_lib.model.batch import load_probe, loss_sum, make_batch, probe_log
 from pipeline_lib.model.build import DTYPES, build_trainable, prepare_layers
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.model.weights import load_weights
+from pipeline_lib.records.merge import Parity
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.saved_tensors import save_tensors
 
@@ -198,7 +199,7 @@ class Merges:
             self.write("wrong", fold)
         return fold is not None
 
-    def proven(self, name: str) -> dict[str, Any]:
+    def proven(self, name: str) -> Parity:
         """Return the figures of the proof of the folder `name`. Raises TrainingError."""
         base, trained = self.folder / "base", self.folder / "trained"
         return prove(
@@ -251,10 +252,9 @@ def main() -> None:
             try:
                 found = merges.proven("right")
                 published += 1
-                figures = f"{found['value_difference']:8.1e} {found['relative_difference']:8.1e} "
+                figures = f"{found.value_difference:8.1e} {found.relative_difference:8.1e} "
                 figures += (
-                    f"{found['tolerance']:8.1e} {found['positions_apart']:>5} "
-                    f"{before:11.1e}  published"
+                    f"{found.tolerance:8.1e} {found.positions_apart:>5} {before:11.1e}  published"
                 )
             except TrainingError as error:
                 figures = f"REFUSED {merges.by_value('right'):.1e} {before:.1e} {error}"

@@ -28,6 +28,7 @@ from pipeline_lib.arch.families import geometry_in
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.units import brief, gbit_per_s
 from pipeline_lib.plan.predict import Prediction
+from pipeline_lib.records.record import to_json
 
 SILENCE_S = 150.0
 START_S, BUILD_S = 14.0, 8.0  # of a process group; and of a model, its first steps counted in
@@ -43,10 +44,11 @@ def write_predictions(
 ) -> None:
     """All that is claimed, with the time of claiming it."""
     claims = [
-        {**vars(key), "prediction": prediction.as_json()} for key, prediction in predicted.items()
+        {**vars(key), "prediction": to_json(prediction.planned())}
+        for key, prediction in predicted.items()
     ]
     machines = {
-        gbit_s: machine.as_json()
+        gbit_s: to_json(machine.planned(0, 0))
         for gbit_s, machine in bench.machines.items()
         if gbit_s is not None
     }

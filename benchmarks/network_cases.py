@@ -12,10 +12,11 @@ from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.calibrate.fits import rate_of
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import Train
-from pipeline_lib.plan.machine import Machine, Rate
+from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.passes import shape_of
 from pipeline_lib.plan.predict import Prediction
 from pipeline_lib.plan.search import Setting
+from pipeline_lib.records.plan import Rate
 
 LONG_STEP_S = 3.0  # one of these is enough: the network decides, and it is steady
 # the longest of one node, whose speed hardly depends on how much more a step accumulates

@@ -36,7 +36,8 @@ from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.passes import shape_of
 from pipeline_lib.plan.predict import Prediction
 from pipeline_lib.plan.search import Setting
-from pipeline_lib.plan.workload import Workload
+from pipeline_lib.records.plan import Workload
+from pipeline_lib.records.record import to_json
 
 BLOCK_TOKENS = {"tiny": 64}
 USUAL_BLOCK_TOKENS = 4096
@@ -353,13 +354,16 @@ def write_predictions(path: Path, bench: Bench, cases: Sequence[Case], chosen: R
             "name": case.name,
             "group": case.group,
             "case": case.spec,
-            "prediction": case.prediction.as_json(),
+            "prediction": to_json(case.prediction.planned()),
         }
         for case in cases
     ]
     when = datetime.now(UTC).isoformat(timespec="seconds")
     about = {
-        group: {"machine": setting.machine.as_json(), "workload": vars(setting.workload)}
+        group: {
+            "machine": to_json(setting.machine.planned(0, 0)),
+            "workload": vars(setting.workload),
+        }
         for group, setting in settings.items()
     }
     write_json(path, {"written_at": when, "groups": about, "auto": chosen, "cases": predicted})

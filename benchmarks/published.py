@@ -41,10 +41,9 @@ from pipeline_lib.config.schema import Cluster
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import GIB, from_gigabytes
 from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.machine import Figure
 from pipeline_lib.plan.predict import Prediction
 from pipeline_lib.plan.search import Setting
-from pipeline_lib.plan.workload import Workload
+from pipeline_lib.records.plan import Figure, Workload
 
 ROWS = Path(__file__).with_name("published.jsonl")
 COLUMNS = (

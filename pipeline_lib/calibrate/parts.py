@@ -22,6 +22,7 @@ from pipeline_lib.arch.layers import can_compile, is_compiled
 from pipeline_lib.calibrate.fits import pass_of
 from pipeline_lib.calibrate.random_model import batch_of_documents, random_stepper, take_step
 from pipeline_lib.calibrate.task import Task, config_json, with_layers
+from pipeline_lib.config.optimizers import DEFAULT
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.files import write_json
@@ -126,7 +127,7 @@ def variants(task: Task) -> list[Train]:
             "reshard": True,
         },
         **{"gradient_compression": "none", "local_sgd_steps": 1, "shard_ranks": None, "freeze": ()},
-        **{"optimizer": "adamw", "deterministic": False, "kept_attention_layers": "auto"},
+        **{"optimizer": DEFAULT, "deterministic": False, "kept_attention_layers": "auto"},
     }
     is_gpu = task.device == "cuda"
     base = settled(task.train, is_gpu).model_copy(update=plain)

@@ -25,7 +25,7 @@ from pipeline_lib.launch.environment import (
     rank_environments,
 )
 from pipeline_lib.plan.cluster import SCHEMA
-from pipeline_lib.plan.workload import Workload
+from pipeline_lib.records.plan import Workload
 
 DEADLINE_S = 420.0  # for all ranks, including the start of their interpreters
 # A compiled variant takes about a minute on GPUs, any other some seconds.

@@ -9,7 +9,7 @@ from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.schema import ModelSource
 from pipeline_lib.config.section import read_settings, settings_of
 from pipeline_lib.config.train import Train
-from pipeline_lib.plan.workload import Workload
+from pipeline_lib.records.plan import Workload
 
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",

@@ -199,13 +199,13 @@ def train_once(arguments: argparse.Namespace) -> None:
             or JOB_VARIABLE not in os.environ
         ):
             raise
-        from pipeline_lib.records.plan import known, read_plan
+        from pipeline_lib.records.plan import read_plan
         from pipeline_lib.slurm.job import TrainingJob, queue_again
 
         store = Store.around(arguments.spec, os.environ)
         folder = store.run_dir(run_digest(store.read_spec(arguments.spec)))
         steps = [step for step, _ in sealed_steps(folder / CHECKPOINTS)]
-        most = known(read_plan(arguments.plan.with_suffix("") / PLAN_NAME).cluster.max_requeues)
+        most = read_plan(arguments.plan.with_suffix("") / PLAN_NAME).cluster.max_requeues
         run = TrainingJob(
             int(os.environ[JOB_VARIABLE]), folder / EVENTS_NAME, steps[-1] if steps else 0, most
         )

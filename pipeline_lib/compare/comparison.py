@@ -18,7 +18,6 @@ from pipeline_lib.compare.ranking import Ranking, Versus, rank
 from pipeline_lib.compare.read import Known, Subject, read_known
 from pipeline_lib.compare.sameness import Sameness, describe_sameness, sameness
 from pipeline_lib.core.run_record import RunRecord
-from pipeline_lib.records.results import Training
 from pipeline_lib.report.cost import spent
 from pipeline_lib.status.at_rest import shown
 
@@ -57,26 +56,27 @@ class ExperimentNumbers:
 
 def measured(known: Known) -> ExperimentNumbers:
     """Return the numbers of `known`, from its sealed files, or from its steps so far."""
-    scores = known.evaluation.eval
+    tuned = known.scores.tuned if known.scores else None
     training = known.training
     steps = known.steps
     if known.is_trained:
         cost = known.spent
     else:  # from the steps that it has taken so far
-        cost = spent(known.plan, Training(train_s=known.training_time_s), steps, RunRecord())
-    supervised = [step.supervised_tokens for step in steps if step.supervised_tokens is not None]
+        cost = spent(known.plan, steps, RunRecord(), world_size=None, train_s=known.training_time_s)
+    supervised = sum(step.supervised_tokens for step in steps) or None
     losses = [step.loss for step in steps if step.verdict is None and step.loss is not None]
-    planned_device = "GPU" if known.plan.cluster.is_gpu else "CPU core"
+    is_gpu = known.plan is not None and known.plan.cluster.is_gpu
+    planned_device = "GPU" if is_gpu else "CPU core"
     return ExperimentNumbers(
         state=known.state,
         stopped_at=known.stop.step if known.stop else None,
         rung_loss=known.stop.loss if known.stop else None,
-        loss=scores.tuned.loss,
-        standard_error=scores.tuned.standard_error,
-        perplexity=scores.tuned.perplexity,
-        final_loss=training.final_loss if known.is_trained else next(reversed(losses), None),
+        loss=tuned.loss if tuned else None,
+        standard_error=tuned.standard_error if tuned else None,
+        perplexity=tuned.perplexity if tuned else None,
+        final_loss=training.final_loss if training else next(reversed(losses), None),
         steps=known.last_step,
-        supervised_tokens=training.supervised_tokens or (sum(supervised) if supervised else None),
+        supervised_tokens=training.supervised_tokens if training else supervised,
         tokens_per_s=known.tokens_per_s,
         mfu=known.mfu,
         peak_memory_bytes=known.peak_memory_bytes,

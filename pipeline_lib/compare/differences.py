@@ -12,7 +12,7 @@ from pipeline_lib.config.train import PLACEMENT_KEYS
 from pipeline_lib.core import units
 from pipeline_lib.core.files import canonical_json
 from pipeline_lib.core.units import brief
-from pipeline_lib.records.results import Source
+from pipeline_lib.records.plan import PlannedWay
 
 NONE = "-"
 MAX_VALUE_CHARS = 60
@@ -133,51 +133,54 @@ def _software(known: Known) -> dict[str, str]:
 
 
 def _data(known: Known) -> dict[str, str]:
-    total = known.ledger.total if known.ledger.sources else Source()
+    ledger = known.ledger
     index = known.train_index
     held_out = known.validation_index
-    numbers: dict[str, Any] = {
-        "sources": len(known.ledger.sources) or None,
-        "rows": total.rows,
-        "conversations": total.conversations,
-        **{f"rows quarantined: {reason}": number for reason, number in total.quarantined.items()},
-        "duplicates dropped": total.duplicates_dropped,
-        "samples": total.samples,
-        **{f"samples dropped: {reason}": number for reason, number in total.dropped.items()},
-        "samples kept": total.kept,
-        "of them cut": total.truncated,
-        "of them pieces": total.split,
-        "tokens": total.tokens,
-        "supervised tokens": total.supervised_tokens,
-        "training blocks": index.blocks,
-        "tokens of a block": index.block_tokens,
-        "training documents": index.documents,
-        "held-out documents": held_out.documents,
-        "held-out supervised tokens": held_out.supervised_tokens,
-    }
-    padding = {"padding": units.percent(index.padding_fraction)} if index.blocks else {}
-    return {
-        name: units.count(number) for name, number in numbers.items() if number is not None
-    } | padding
+    numbers: dict[str, int] = {}
+    if ledger is not None:
+        total = ledger.total
+        numbers["sources"] = len(ledger.sources)
+        numbers["rows"] = total.rows
+        numbers["conversations"] = total.conversations
+        for reason, number in total.quarantined.items():
+            numbers[f"rows quarantined: {reason}"] = number
+        numbers["duplicates dropped"] = total.duplicates_dropped
+        numbers["samples"] = total.samples
+        for reason, number in total.dropped.items():
+            numbers[f"samples dropped: {reason}"] = number
+        numbers["samples kept"] = total.kept
+        numbers["of them cut"] = total.truncated
+        numbers["of them pieces"] = total.split
+        numbers["tokens"] = total.tokens
+        numbers["supervised tokens"] = total.supervised_tokens
+    if index is not None:
+        numbers["training blocks"] = index.blocks
+        numbers["tokens of a block"] = index.block_tokens
+        numbers["training documents"] = index.documents
+    if held_out is not None:
+        numbers["held-out documents"] = held_out.documents
+        numbers["held-out supervised tokens"] = held_out.supervised_tokens
+    shown = {name: units.count(number) for name, number in numbers.items()}
+    if index is not None and index.blocks:
+        shown["padding"] = units.percent(index.padding_fraction)
+    return shown
 
 
 def _by_source(known: Known) -> dict[str, str]:
-    scores = known.evaluation.eval.by_source
+    by_source = known.scores.by_source if known.scores else ()
     return {
-        one.source: units.real(one.tuned.loss, "", 4)
-        for one in scores
-        if one.tuned.loss is not None
+        one.source: units.real(one.tuned.loss, "", 4) for one in by_source if one.tuned is not None
     }
 
 
 def _plan(known: Known) -> dict[str, str]:
     plan = known.plan
+    if plan is None:
+        return {}
     batch = plan.batch
-    way = plan.prediction
-    reshard = plan.prediction.changes.reshard
     shown: dict[str, tuple[Any, Callable[[Any], str]]] = {
         "strategy": (plan.chosen.strategy, str),
-        "machine": (plan.machine.name, str),
+        "machine": (plan.machine.name if plan.machine else None, str),
         "nodes": (plan.cluster.nodes, units.count),
         "ranks": (plan.cluster.ranks, units.count),
         "device": (plan.cluster.device, str),
@@ -188,16 +191,24 @@ def _plan(known: Known) -> dict[str, str]:
         "samples of a step": (batch.samples_per_step, units.compact),
         "steps": (batch.steps, units.count),
         "epochs": (batch.epochs, units.compact),
-        "activation checkpointing": (way.changes.recompute, str),
-        "offload": (way.changes.offload, str),
-        "no reshard after forward": (None if reshard is None else not reshard, _value_text),
-        "compiled": (way.changes.compile, _value_text),
+    }
+    if plan.prediction is not None:
+        shown |= _predicted(plan.prediction)
+    return {name: show(value) for name, (value, show) in shown.items() if value is not None}
+
+
+def _predicted(way: PlannedWay) -> dict[str, tuple[Any, Callable[[Any], str]]]:
+    changes = way.changes
+    return {
+        "activation checkpointing": (changes.recompute, str),
+        "offload": (changes.offload, str),
+        "no reshard after forward": (not changes.reshard, _value_text),
+        "compiled": (changes.compile, _value_text),
         "a step, predicted": (way.step_s.value, brief),
         "memory of a rank, predicted": (way.peak_memory_bytes.value, units.gib),
-        "all steps, predicted": (way.run_s.value, brief),
-        "GPU hours, predicted": (way.gpu_hours.value, units.rounded),
+        "all steps, predicted": (way.run_s.value if way.run_s else None, brief),
+        "GPU hours, predicted": (way.gpu_hours.value if way.gpu_hours else None, units.rounded),
     }
-    return {name: show(value) for name, (value, show) in shown.items() if value is not None}
 
 
 def _differing(

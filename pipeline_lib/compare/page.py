@@ -19,7 +19,7 @@ from pipeline_lib.compare.verdict import among, listed, lowest, verdict
 from pipeline_lib.config.dag import RESULTS, Dag
 from pipeline_lib.core import units
 from pipeline_lib.core.files import write_text
-from pipeline_lib.records.results import Step
+from pipeline_lib.records.training import Step
 from pipeline_lib.report.charts import (
     AMBER,
     BLUE,

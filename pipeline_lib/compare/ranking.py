@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline_lib.compare.read import Known
-from pipeline_lib.records.results import DocumentScore
+from pipeline_lib.records.evaluation import DocumentScore
 from pipeline_lib.report.statistics import MIN_DOCUMENTS, TOO_FEW, DocumentLosses
 
 PAIRED, UNPAIRED, UNKNOWN, BEST = "paired", "unpaired", "unknown", "best"

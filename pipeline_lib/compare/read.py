@@ -13,8 +13,6 @@ from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.halving import last_decisions
 from pipeline_lib.config.stages import stage_of
 from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
-from pipeline_lib.core.files import read_jsonl
-from pipeline_lib.core.lenient import Lenient
 from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.stage import Say
@@ -26,17 +24,19 @@ from pipeline_lib.core.store import (
     describe_file,
     read_manifest,
 )
-from pipeline_lib.records.plan import PlanDocument
-from pipeline_lib.records.results import (
+from pipeline_lib.records.data import INDEX_NAME, LEDGER_NAME, BlockIndex, Ledger
+from pipeline_lib.records.evaluation import (
+    EVALUATION_NAME,
+    GENERATIONS_NAME,
+    SCORES_NAME,
     DocumentScore,
     Evaluation,
     Generation,
-    Index,
-    Ledger,
-    Step,
-    Training,
 )
-from pipeline_lib.report.facts import Results, read_one, read_rows
+from pipeline_lib.records.plan import PlanDocument, read_plan, read_plan_of_training
+from pipeline_lib.records.record import AnyRecord, parse, read_record, read_records
+from pipeline_lib.records.training import Step, Training, read_training
+from pipeline_lib.report.facts import Results
 from pipeline_lib.status.at_rest import shown
 from pipeline_lib.status.catalog import LAST_PART, json_object, unreadable
 from pipeline_lib.status.selection import SelectedExperiment, Selector, notes_on
@@ -147,7 +147,7 @@ def select(texts: Sequence[str], store: Store, say: Say = lambda _: None) -> lis
 # damaged files are noted in `notes` and left out. Of an unfinished training, the metrics written so
 # far are read, without broken lines.
 
-Read = TypeVar("Read", bound=Lenient)
+Found = TypeVar("Found")
 _UNREADABLE = (OSError, ValueError, RecursionError, IntegrityError, Unreadable)
 
 
@@ -184,24 +184,28 @@ class Known(Results):
     @property
     def last_step(self) -> int:
         """The last step that the training reached."""
-        return self.training.steps or (self.steps[-1].step if self.steps else 0)
+        if self.training is not None:
+            return self.training.steps
+        return self.steps[-1].step if self.steps else 0
 
     @property
     def state(self) -> str:
         """`done`, or what is missing."""
         if self.is_finished:
-            return "done, nothing held out" if self.evaluation.eval.are_of_nothing else "done"
+            has_scores = self.evaluation is None or self.evaluation.scores is not None
+            return "done" if has_scores else "done, nothing held out"
         if self.is_trained:
             return "not evaluated"
         if self.stop is not None:
             return f"stopped by its sweep after step {self.stop.step:,}: {self.stop.why}"
-        of = f" of {self.plan.batch.steps:,}" if self.plan.batch.steps else ""
+        planned = self.plan.batch.steps if self.plan else None
+        of = f" of {planned:,}" if planned else ""
         return f"not finished: step {self.last_step:,}{of}" if self.steps else "not begun"
 
     @property
     def loss(self) -> float | None:
         """The held-out loss of the tuned model, in nats per supervised token."""
-        return self.evaluation.eval.tuned.loss
+        return self.scores.tuned.loss if self.scores else None
 
     @cached_property
     def model_hashes(self) -> Mapping[str, str]:
@@ -243,18 +247,16 @@ def read_known(subject: Subject) -> Known:
         subject=subject,
         notes=reader.notes,
         manifests=reader.manifests,
-        ledger=reader.one(Ledger, "tokenize", "ledger.json"),
-        train_index=reader.one(Index, "shard", "train/index.json"),
-        validation_index=reader.one(Index, "shard", "validation/index.json"),
-        plan=reader.one(
-            PlanDocument, "train" if "train" in reader.manifests else "plan", PLAN_NAME
-        ),
-        training=reader.one(Training, "train", SUMMARY_NAME),
+        ledger=reader.one(Ledger, "tokenize", LEDGER_NAME),
+        train_index=reader.one(BlockIndex, "shard", f"train/{INDEX_NAME}"),
+        validation_index=reader.one(BlockIndex, "shard", f"validation/{INDEX_NAME}"),
+        plan=reader.plan(),
+        training=reader.training(),
         steps=steps,
         record=record,
-        evaluation=reader.one(Evaluation, "evaluate", "metrics.json"),
-        document_scores=reader.rows(DocumentScore, "evaluate", "scores.jsonl"),
-        generations=reader.rows(Generation, "evaluate", "generations.jsonl"),
+        evaluation=reader.one(Evaluation, "evaluate", EVALUATION_NAME),
+        document_scores=reader.rows(DocumentScore, "evaluate", SCORES_NAME),
+        generations=reader.rows(Generation, "evaluate", GENERATIONS_NAME),
     )
 
 
@@ -290,7 +292,7 @@ class _ExperimentReader:
                     "snakemake again"
                 )
 
-    def parsed(self, part: str, name: str, read: Callable[[Path], Any]) -> Any:
+    def parsed(self, part: str, name: str, read: Callable[[Path], Found]) -> Found | None:
         """Return the parsed sealed file; None if it is missing or differs from what was sealed."""
         manifest = self.manifests.get(part)
         entry = manifest.files.get(name) if manifest else None
@@ -309,12 +311,25 @@ class _ExperimentReader:
             self.note(f"{text}; not shown")
         return None
 
-    def one(self, kind: type[Read], part: str, name: str) -> Read:
-        found: Read | None = self.parsed(part, name, lambda path: read_one(kind, path))
-        return kind() if found is None else found
+    def one(self, kind: type[AnyRecord], part: str, name: str) -> AnyRecord | None:
+        return self.parsed(part, name, lambda path: read_record(kind, path))
 
-    def rows(self, kind: type[Read], part: str, name: str) -> list[Read]:
-        return self.parsed(part, name, lambda path: read_rows(kind, path, read_jsonl)) or []
+    def rows(self, kind: type[AnyRecord], part: str, name: str) -> list[AnyRecord]:
+        return self.parsed(part, name, lambda path: read_records(kind, path)) or []
+
+    def plan(self) -> PlanDocument | None:
+        if "train" not in self.manifests:
+            return self.parsed("plan", PLAN_NAME, read_plan)
+        return self.parsed("train", PLAN_NAME, self.plan_of_training)
+
+    def plan_of_training(self, path: Path) -> PlanDocument | None:
+        plan = read_plan_of_training(path)
+        if plan is None:
+            self.note(f"{path}: earlier code made this plan, and it is not shown")
+        return plan
+
+    def training(self) -> Training | None:
+        return self.parsed("train", SUMMARY_NAME, lambda path: read_training(path.parent))
 
     def live(self) -> tuple[list[Step], RunRecord]:
         """Return the steps and events written so far in the run's folder, which may not exist."""
@@ -340,11 +355,8 @@ class _ExperimentReader:
         *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
         for number, line in enumerate(lines, start=1):
             try:
-                content = json.loads(line)
-                step = Step.model_validate(
-                    {key: value for key, value in content.items() if value is not None}
-                )
-            except (ValueError, RecursionError, AttributeError):
+                step = parse(Step, json.loads(line), path)
+            except (ValueError, RecursionError, IntegrityError):
                 broken += [number] if line.strip() else []
                 continue
             while steps and steps[-1].step >= step.step:

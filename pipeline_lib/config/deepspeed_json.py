@@ -82,7 +82,7 @@ _CHOSEN = (
 )
 REASONS = {
     **dict.fromkeys(("fp16", "bf16", "bfloat16"), _SCALE),
-    "optimizer": "AdamW is made here by train.optimizer; it has no such setting",
+    "optimizer": "the optimizer is made here by train.optimizer; it has no such setting",
     "scheduler": "the schedule is made here by train.lr_schedule; it has no such setting",
     _ZERO: SPEED,
     f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": _WHOLE,

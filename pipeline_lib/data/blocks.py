@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from pipeline_lib.core.errors import IntegrityError
-from pipeline_lib.core.files import read_json, unreadable_named
+from pipeline_lib.core.files import unreadable_named
 from pipeline_lib.data.documents import Document
-from pipeline_lib.data.order import BlockGroup, epoch_blocks
+from pipeline_lib.data.order import epoch_blocks
+from pipeline_lib.records.data import INDEX_NAME, BlockIndex
+from pipeline_lib.records.record import read_record
 
-INDEX_NAME = "index.json"
 COSTS_NAME = "costs.npy"
 PADDING_DOCUMENT = -1
 
@@ -37,49 +38,21 @@ class Block:
     documents: NDArray[np.int32]  # [T]; number of the document within the block, -1 for padding
 
 
-@dataclass(frozen=True)
-class BlockIndex:
-    """The index of a folder of blocks.
+def read_index(folder: Path) -> BlockIndex:
+    """Return the index of `folder`.
 
-    `tokens` excludes padding; `shards` is the number of blocks in each file; `epoch_blocks` is the
-    number of blocks that the first epoch uses over all `groups`, each use counted; `largest_token`
-    is the largest token id.
+    Raises IntegrityError if it is missing, unreadable or inconsistent.
     """
-
-    blocks: int
-    block_tokens: int
-    tokens: int
-    supervised_tokens: int
-    documents: int
-    largest_token: int
-    epoch_blocks: int
-    groups: list[BlockGroup]
-    shards: list[int]
-
-    @property
-    def packing_efficiency(self) -> float:
-        """The fraction of positions that are not padding; 1 without blocks, which have none."""
-        return 1.0 if not self.blocks else self.tokens / (self.blocks * self.block_tokens)
-
-    @classmethod
-    def read(cls, folder: Path) -> "BlockIndex":
-        """Read the index of `folder`.
-
-        Raises IntegrityError if it is missing, unreadable or inconsistent.
-        """
-        try:
-            with unreadable_named(folder / INDEX_NAME):
-                fields = read_json(folder / INDEX_NAME)
-            index = cls(**{**fields, "groups": [BlockGroup(**group) for group in fields["groups"]]})
-            blocks = {sum(index.shards), sum(group.blocks for group in index.groups)}
-            used = epoch_blocks(index.groups)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise _damaged(folder / INDEX_NAME, f"cannot read ({error})") from error
-        if blocks != {index.blocks} or used != index.epoch_blocks:
-            raise _damaged(
-                folder / INDEX_NAME, f"shards and groups do not make up its {index.blocks} blocks"
-            )
-        return index
+    path = folder / INDEX_NAME
+    try:
+        with unreadable_named(path):
+            index = read_record(BlockIndex, path)
+    except OSError as error:
+        raise _damaged(path, f"cannot read ({error})") from error
+    blocks = {sum(index.shards), sum(group.blocks for group in index.groups)}
+    if blocks != {index.blocks} or epoch_blocks(index.groups) != index.epoch_blocks:
+        raise _damaged(path, f"shards and groups do not make up its {index.blocks} blocks")
+    return index
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -108,7 +81,7 @@ class BlockReader:
         Raises IntegrityError if index and costs do not match.
         """
         self.folder = folder
-        self.index = BlockIndex.read(folder)
+        self.index = read_index(folder)
         self.block_tokens = self.index.block_tokens
         path = folder / COSTS_NAME
         try:

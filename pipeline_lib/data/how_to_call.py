@@ -7,7 +7,6 @@ from typing import Any
 
 from pipeline_lib.core.store import Manifest
 from pipeline_lib.lineage.record import settings_in
-from pipeline_lib.records.results import Prompts
 
 THINKING_OFF, THINKING_ON = "thinking_off", "thinking_on"  # names of prompt counts, also in ledgers
 _SWITCH = "enable_thinking"
@@ -102,5 +101,5 @@ def modes_in(tokenize: Manifest) -> list[Mode]:
     Return no modes if the template has no variables, or if they are not known.
     """
     kwargs = settings_in(tokenize).get("chat_template_kwargs", {})
-    found = Prompts.model_validate({**tokenize.counts, "chat_template_kwargs": kwargs})
-    return trained_modes(found.prompts, found.thinking_default, found.chat_template_kwargs)
+    prompts = tokenize.counts.get("prompts", {})
+    return trained_modes(prompts, tokenize.counts.get("thinking_default"), kwargs)

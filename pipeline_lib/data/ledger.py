@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +18,7 @@ from pipeline_lib.core.units import count
 from pipeline_lib.data.how_to_call import THINKING_OFF, THINKING_ON
 from pipeline_lib.data.keys import KeyCounts
 from pipeline_lib.data.read_files import Rejected
+from pipeline_lib.records.data import Counts, Histogram, Ledger, Source, SourceFile
 
 # The result of a worker for a batch of rows: a few arrays instead of many samples.
 
@@ -126,7 +126,6 @@ class Encoded:
 
 # The ledgers of files and sources, ledger.json, and the tables for the log.
 
-LEDGER_NAME = "ledger.json"
 PERCENTILES = (1, 10, 50, 90, 99)
 HISTOGRAM_BINS = 40
 LISTED_KEYS = 20
@@ -145,10 +144,15 @@ class FileLedger:
     rows: int = 0
     keys: KeyCounts = field(default_factory=KeyCounts)
 
-    def to_json(self) -> dict[str, Any]:
+    def record(self) -> SourceFile:
         """Return the entry for ledger.json."""
-        unread = {"unread": sorted_counts(self.keys.unread), "unread_others": self.keys.others}
-        return {"name": self.name, "format": self.format, "rows": self.rows, **unread}
+        return SourceFile(
+            name=self.name,
+            format=self.format,
+            rows=self.rows,
+            unread=sorted_counts(self.keys.unread),
+            unread_others=self.keys.others,
+        )
 
 
 @dataclass
@@ -220,15 +224,36 @@ class SourceLedger:
                 "it"
             )
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry for ledger.json."""
-        counters = {
-            key: sorted_counts(value)
-            for key, value in vars(self).items()
-            if isinstance(value, Counter)
-        }
-        files = {"files": [file.to_json() for file in self.files], "format": self.format}
-        return {**vars(self), **files, **counters, "samples": self.samples}
+    def counts(self) -> Counts:
+        """Return the counts for ledger.json."""
+        return Counts(
+            name=self.name,
+            format=self.format,
+            rows=self.rows,
+            conversations=self.conversations,
+            quarantined=sorted_counts(self.quarantined),
+            duplicates=sorted_counts(self.duplicates),
+            duplicates_dropped=self.duplicates_dropped,
+            turns=self.turns,
+            samples=self.samples,
+            kept=self.kept,
+            truncated=self.truncated,
+            split=self.split,
+            dropped=sorted_counts(self.dropped),
+            prompts=sorted_counts(self.prompts),
+            tokens=self.tokens,
+            repeated_tokens=self.repeated_tokens,
+            supervised_tokens=self.supervised_tokens,
+        )
+
+    def record(self, lengths: NDArray[np.int64], held_out: bool) -> Source:
+        """Return the entry for ledger.json; `lengths` are those of the kept samples, in tokens."""
+        return Source(
+            **vars(self.counts()),
+            files=tuple(file.record() for file in self.files),
+            length_percentiles=percentiles(lengths),
+            held_out=held_out,
+        )
 
 
 def sorted_counts(counter: Counter[str]) -> dict[str, int]:
@@ -246,11 +271,11 @@ def total_of(sources: Sequence[SourceLedger]) -> SourceLedger:
     return total
 
 
-def ledger_json(
+def ledger_of(
     sources: Sequence[SourceLedger],
     lengths: Sequence[NDArray[np.int64]],
     trained: int | None = None,
-) -> dict[str, Any]:
+) -> Ledger:
     """Return ledger.json's content: the sources, their sum, and the sample-length distribution.
 
     `lengths` are the lengths of the kept samples of each source, in tokens. The sources after the
@@ -266,48 +291,29 @@ def ledger_json(
     every = np.concatenate(lengths)
     longest = int(every.max())
     counts, edges = np.histogram(every, bins=min(HISTOGRAM_BINS, longest), range=(0, longest))
-    described: list[dict[str, Any]] = [
-        {**source.to_json(), "length_percentiles": percentiles(found)}
-        for source, found in zip(sources, lengths, strict=True)
+    first_held_out = len(sources) if trained is None else trained
+    records = [
+        source.record(found, held_out=number >= first_held_out)
+        for number, (source, found) in enumerate(zip(sources, lengths, strict=True))
     ]
-    for held_out in described[len(sources) if trained is None else trained :]:
-        held_out["held_out"] = True
-    whole = {key: value for key, value in total_of(sources).to_json().items() if key != "files"}
-    return {
-        "sources": described,
-        "total": whole,
-        "length_percentiles": percentiles(every),
-        "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
-    }
+    return Ledger(
+        sources=tuple(records),
+        total=total_of(sources).counts(),
+        length_percentiles=percentiles(every),
+        length_histogram=Histogram(edges=tuple(edges.tolist()), counts=tuple(counts.tolist())),
+    )
 
 
-class LostCounts(BaseModel):
-    """The counts of ledger.json, of a source or all, that the limits of the config are for."""
-
-    name: str
-    rows: int
-    samples: int
-    quarantined: dict[str, int]
-    dropped: dict[str, int]
-    truncated: int
+def too_many_left_out(ledger: Ledger, limits: Tokenize) -> Iterator[str]:
+    """Yield what a sealed tokenize stage has left out, if that is more than `limits` allow."""
+    if problem := too_many_unusable(ledger.total, limits):
+        yield f"tokenize.max_quarantined_fraction: {problem}; raise it or mend the rows"
+    for source in ledger.sources:
+        if problem := too_many_lost(source, limits):
+            yield f"tokenize.max_dropped_fraction: {problem}; raise it, or tokenize.max_tokens"
 
 
-class Losses(BaseModel):
-    """What a sealed tokenize stage has left out, by its ledger.json."""
-
-    sources: list[LostCounts]
-    total: LostCounts
-
-    def beyond(self, limits: Tokenize) -> Iterator[str]:
-        """Yield what is more than the `limits` allow."""
-        if problem := too_many_unusable(self.total, limits):
-            yield f"tokenize.max_quarantined_fraction: {problem}; raise it or mend the rows"
-        for source in self.sources:
-            if problem := too_many_lost(source, limits):
-                yield f"tokenize.max_dropped_fraction: {problem}; raise it, or tokenize.max_tokens"
-
-
-def too_many_unusable(total: SourceLedger | LostCounts, limits: Tokenize) -> str | None:
+def too_many_unusable(total: SourceLedger | Counts, limits: Tokenize) -> str | None:
     """Return how many rows of `total` cannot be used, if those are more than `limits` allow."""
     unusable = sum(total.quarantined.values())
     allowed = limits.max_quarantined_fraction
@@ -319,7 +325,7 @@ def too_many_unusable(total: SourceLedger | LostCounts, limits: Tokenize) -> str
     )
 
 
-def too_many_lost(source: SourceLedger | LostCounts, limits: Tokenize) -> str | None:
+def too_many_lost(source: SourceLedger | Counts, limits: Tokenize) -> str | None:
     """Return how many of `source`'s samples are not trained as they are, if above `limits`."""
     lost = sum(source.dropped.values()) + source.truncated
     allowed = limits.max_dropped_fraction

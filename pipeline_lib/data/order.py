@@ -9,9 +9,8 @@ small.
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -19,28 +18,9 @@ from numpy.typing import NDArray
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.data.documents import key_of, permutation
+from pipeline_lib.records.data import BlockGroup
 
 PADDING = -1
-
-
-@dataclass(frozen=True)
-class BlockGroup:
-    """Consecutive blocks that an epoch uses `weight` times each.
-
-    The block ids of groups follow one another.
-    """
-
-    weight: float
-    blocks: int
-
-    @cached_property
-    def per_epoch(self) -> Fraction:
-        """The blocks of an average epoch: blocks x decimal weight, so that 0.1 is exactly 1/10."""
-        return Fraction(str(self.weight)) * self.blocks
-
-    def used(self, epochs: int) -> int:
-        """Return how many blocks the first `epochs` epochs use in total, counting each use."""
-        return math.floor(epochs * self.per_epoch)
 
 
 def epoch_blocks(groups: Sequence[BlockGroup], epoch: int = 0) -> int:

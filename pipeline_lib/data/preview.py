@@ -6,7 +6,6 @@ It shows what is trained on.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from pipeline_lib.data.documents import Samples
 from pipeline_lib.data.encode import Encoder
 from pipeline_lib.data.pool import Guard
+from pipeline_lib.records.data import PreviewPiece, PreviewSample
 
 PREVIEW_SAMPLES = 20
 
@@ -26,22 +26,22 @@ class Preview:
     # tokens and their supervision mask
     samples: Sequence[tuple[NDArray[np.int32], NDArray[np.bool_]]]
 
-    def __call__(self, state: Encoder, guard: Guard) -> list[dict[str, Any]]:
-        """Return preview.json's content: source, number of tokens and pieces of each sample."""
-        entries = []
+    def __call__(self, state: Encoder, guard: Guard) -> list[PreviewSample]:
+        """Return the samples as the model sees them."""
+        found = []
         for source, (tokens, supervised) in zip(self.sources, self.samples, strict=True):
             bounds = [0, *(np.flatnonzero(np.diff(supervised)) + 1).tolist(), len(tokens)]
             pieces = [
-                {
-                    "text": state.tokenizer.decode(
+                PreviewPiece(
+                    text=state.tokenizer.decode(
                         tokens[start:end].tolist(), skip_special_tokens=False
                     ),
-                    "supervised": bool(supervised[start]),
-                }
+                    supervised=bool(supervised[start]),
+                )
                 for start, end in pairwise(bounds)
             ]
-            entries.append({"source": source, "tokens": len(tokens), "pieces": pieces})
-        return entries
+            found.append(PreviewSample(source=source, tokens=len(tokens), pieces=tuple(pieces)))
+        return found
 
 
 def preview_of(samples: Samples, names: Sequence[str]) -> Preview:

@@ -7,7 +7,6 @@ training.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,12 @@ from pipeline_lib.core.errors import DataError, IntegrityError
 from pipeline_lib.core.files import require_space, write_json
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.units import count
-from pipeline_lib.data.blocks import COSTS_NAME, INDEX_NAME, BlockIndex, shard_path
+from pipeline_lib.data.blocks import COSTS_NAME, shard_path
 from pipeline_lib.data.documents import ARRAYS, Document, Samples
-from pipeline_lib.data.order import BlockGroup, epoch_blocks
+from pipeline_lib.data.order import epoch_blocks
 from pipeline_lib.data.packing import Bins, Split
+from pipeline_lib.records.data import INDEX_NAME, BlockGroup, BlockIndex
+from pipeline_lib.records.record import to_json
 
 # Writes packed training blocks, a shard at a time, in the format that the module `blocks` describes
 # and reads.
@@ -80,7 +81,7 @@ def write_blocks(
         groups=groups,
         shards=[end - first for first, end in pairwise(bounds)],
     )
-    write_json(folder / INDEX_NAME, asdict(index))
+    write_json(folder / INDEX_NAME, to_json(index))
     return index
 
 
@@ -275,7 +276,7 @@ def _counts(index: BlockIndex) -> dict[str, Any]:
     return {
         "blocks": index.blocks,
         "epoch_blocks": index.epoch_blocks,
-        "groups": [asdict(group) for group in index.groups],
+        "groups": to_json(index.groups),
         "documents": index.documents,
         "tokens": index.tokens,
         "supervised_tokens": index.supervised_tokens,

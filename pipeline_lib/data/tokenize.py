@@ -19,7 +19,7 @@ from pipeline_lib.config.content import TEMPLATES_FOLDER, TOKENIZER_FILES, token
 from pipeline_lib.config.schema import VALIDATION_SOURCES, Tokenize
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.core.files import canonical_json, read_json, sha256_file, sha256_text, write_json
+from pipeline_lib.core.files import canonical_json, sha256_file, sha256_text, write_json
 from pipeline_lib.core.stage import Job, open_sealed
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import Progress
@@ -36,15 +36,14 @@ from pipeline_lib.data.duplicates import ExactDuplicates, NearDuplicates
 from pipeline_lib.data.encode import TOKENIZER_NAME, Encoder
 from pipeline_lib.data.how_to_call import how_to_call, trained_modes
 from pipeline_lib.data.ledger import (
-    LEDGER_NAME,
     Encoded,
     FileLedger,
-    Losses,
     SourceLedger,
     TooLong,
-    ledger_json,
+    ledger_of,
     percentiles,
     table,
+    too_many_left_out,
     total_of,
     unread_lines,
 )
@@ -62,6 +61,8 @@ from pipeline_lib.data.preview import preview_of
 from pipeline_lib.data.samples_writer import SampleWriter
 from pipeline_lib.data.sources import DataSource, fraction_read, open_sources
 from pipeline_lib.data.template_worker import losses_explained
+from pipeline_lib.records.data import LEDGER_NAME, PREVIEW_NAME, Ledger
+from pipeline_lib.records.record import read_record, to_json
 
 LIMITS = Limits()
 READ_OF_MODEL = (*TOKENIZER_FILES, f"{TEMPLATES_FOLDER}/*")
@@ -88,9 +89,9 @@ def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
         job.say(f"tokenize: {difference}; starting again with tokenizers alone")
         books = _tokenize(job, cores, fast=False)
     shutil.copyfile(books.quarantine_path, job.out / QUARANTINE_NAME)
-    total = total_of(books.ledgers).to_json()
-    counts = {key: value for key, value in total.items() if key not in ("name", "format", "files")}
-    counts["prompts"] = total_of(books.trained).to_json()["prompts"]
+    total = to_json(total_of(books.ledgers).counts())
+    counts = {key: value for key, value in total.items() if key not in ("name", "format")}
+    counts["prompts"] = total_of(books.trained).counts().prompts
     # The chat template and the tokenizer decide the tokens beside the data.
     model = job.inputs["model"].folder(*READ_OF_MODEL)
     if (model / TEMPLATE_NAME).is_file():
@@ -121,8 +122,8 @@ def refuse_losses(spec: Spec, store: Store) -> None:
     meanwhile.
     """
     sealed = open_sealed(spec.ref, store)
-    losses = Losses.model_validate(read_json(sealed.file(LEDGER_NAME)))
-    if problems := list(losses.beyond(_settings_of(spec))):
+    ledger = read_record(Ledger, sealed.file(LEDGER_NAME))
+    if problems := list(too_many_left_out(ledger, _settings_of(spec))):
         raise DataError("\n".join([f"{sealed.path}: made by a run with other limits:", *problems]))
 
 
@@ -170,9 +171,10 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
         samples = Samples(job.out)
         lengths = np.split(np.diff(samples.offsets), samples.source_offsets[1:-1])
         _report(job, books, settings, lengths, pool)
-        write_json(job.out / LEDGER_NAME, ledger_json(books.ledgers, lengths, len(books.trained)))
+        ledger = ledger_of(books.ledgers, lengths, len(books.trained))
+        write_json(job.out / LEDGER_NAME, to_json(ledger))
         (preview,) = pool.map([preview_of(samples, [ledger.name for ledger in books.trained])])
-        write_json(job.out / "preview.json", preview)
+        write_json(job.out / PREVIEW_NAME, to_json(preview))
     return books
 
 

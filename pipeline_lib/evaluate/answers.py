@@ -28,7 +28,7 @@ from pipeline_lib.data.encode import default_tools, load_tokenizer
 from pipeline_lib.data.how_to_call import Mode, modes_in
 from pipeline_lib.data.template_worker import render_prompts
 from pipeline_lib.data.thinking import last_question
-from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, read_record, settings_in
+from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, read_lineage, settings_in
 from pipeline_lib.model.build import load_base, load_plain
 from pipeline_lib.model.gpu import free_gpus
 from pipeline_lib.plan.evaluation import (
@@ -39,6 +39,7 @@ from pipeline_lib.plan.evaluation import (
     is_loaded_once,
     plan_answers,
 )
+from pipeline_lib.records.evaluation import BaseAnswer
 
 # The devices for a whole model that answers.
 
@@ -150,7 +151,7 @@ def modes_of(folder: Path) -> list[Mode]:
 
 
 def _tokenize_of(folder: Path) -> Manifest | None:
-    record = read_record(folder)
+    record = read_lineage(folder)
     if record is None or "tokenize" not in record.links:
         return None
     return parse_manifest(record.links["tokenize"].manifest, LINEAGE_NAME)
@@ -174,39 +175,38 @@ def generate_all(
     settings: Evaluate,
     context: Context,
     say: Say,
-) -> list[dict[str, Any]]:
-    """Return {prompt, reference, answer} for the user's prompts and sampled held-out documents.
+) -> list[BaseAnswer]:
+    """Return the answers to the user's prompts and to those of sampled held-out documents.
 
     The sample is spread evenly over `documents`. `folder` holds the tokenizer and the chat
     template.
     """
     tokenizer = load_tokenizer(folder)
     prompts: list[list[int]] = []
-    rows: list[dict[str, Any]] = []
+    asked_for: list[tuple[str, str | None]] = []  # prompt and reference
     for asked, text in zip(
         settings.prompts, rendered(folder, settings.prompts, context, say), strict=True
     ):
         prompts.append(tokenizer.encode(text, add_special_tokens=False).ids)
-        rows.append({"prompt": asked, "reference": None})
+        asked_for.append((asked, None))
     for document in documents[:: max(1, len(documents) // max(1, settings.generations))][
         : settings.generations
     ]:
         prompt = question(document, tokenizer)
-        reference = first_answer(document)
         prompts.append(prompt)
-        rows.append(
-            {
-                "prompt": last_question(tokenizer.decode(prompt, skip_special_tokens=False)),
-                "reference": tokenizer.decode(reference, skip_special_tokens=True).strip(),
-            }
-        )
+        shown = last_question(tokenizer.decode(prompt, skip_special_tokens=False))
+        reference = tokenizer.decode(first_answer(document), skip_special_tokens=True).strip()
+        asked_for.append((shown, reference))
     if prompts:
         say(
             f"evaluate: answers to {count(len(prompts), 'prompts')}, of up to "
             f"{settings.max_new_tokens} tokens"
         )
     answers = answers_to(model, tokenizer, prompts, settings.max_new_tokens, read_geometry(folder))
-    return [{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)]
+    return [
+        BaseAnswer(prompt=prompt, reference=reference, answer=answer)
+        for (prompt, reference), answer in zip(asked_for, answers, strict=True)
+    ]
 
 
 def rendered(folder: Path, prompts: Sequence[str], context: Context, say: Say) -> Sequence[str]:

@@ -37,7 +37,7 @@ from pipeline_lib.lineage.record import (
     LINEAGE_NAME,
     origin_of,
     parse_manifest,
-    read_record,
+    read_lineage,
     settings_in,
 )
 from pipeline_lib.lineage.trace import store_of
@@ -108,7 +108,7 @@ def load_base_of(folder: Path, store: Store, tell: Say) -> PreTrainedModel:
     Raises DataError if the folder names no base model or there is no room, IntegrityError if the
     base is not in the store.
     """
-    record = read_record(folder)
+    record = read_lineage(folder)
     if record is None or "model" not in record.links:
         raise DataError(f"{folder}: it has no {LINEAGE_NAME} that names its base model")
     if (folder / MANIFEST_NAME).is_file():

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -34,14 +33,13 @@ from pipeline_lib.config.rope import Rope, rope_in, without_rope
 from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.errors import DataError, IntegrityError, TrainingError
-from pipeline_lib.core.files import read_json, read_jsonl, write_json, write_jsonl
+from pipeline_lib.core.files import write_json, write_jsonl
 from pipeline_lib.core.memory import host_free_bytes
 from pipeline_lib.core.spans import Spans
 from pipeline_lib.core.stage import Job, Say
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader, documents_of
 from pipeline_lib.data.documents import ARRAYS, Document, Samples, prompt_length
 from pipeline_lib.data.how_to_call import Mode, modes_in
-from pipeline_lib.data.ledger import LEDGER_NAME
 from pipeline_lib.data.packing import Split
 from pipeline_lib.evaluate.answers import (
     Context,
@@ -65,23 +63,32 @@ from pipeline_lib.plan.evaluation import (
     scoring_bytes,
     waiting_tokens,
 )
+from pipeline_lib.records.data import LEDGER_NAME, Ledger
+from pipeline_lib.records.evaluation import (
+    EVALUATION_NAME,
+    GENERATIONS_NAME,
+    SCORES_NAME,
+    BaseAnswer,
+    BaseEvaluation,
+    BaseScore,
+    Conditions,
+    DocumentScore,
+    Evaluation,
+    EvaluationVerdict,
+    Generation,
+    NoScores,
+    NoVerdict,
+    Score,
+    Scores,
+    SourceScore,
+    UnigramScore,
+)
+from pipeline_lib.records.record import read_record, read_records, to_json
 from pipeline_lib.report.statistics import TOO_FEW, DocumentLosses
 
-SCORES_NAME = "scores.jsonl"
-GENERATIONS_NAME = "generations.jsonl"
 NOT_JUDGED = (
     "Nothing was held out, so nothing tells whether the tuned model is better than the base model."
 )
-
-
-class Conditions(BaseModel):
-    """How a model was evaluated: the losses' precision, prompt count, and answer length."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    precision: Literal["bf16", "fp32"] | None  # None if nothing was held out
-    prompts: int
-    generations: int
-    max_new_tokens: int
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -129,7 +136,7 @@ class Evaluated:
     """
 
     losses: list[DocumentLosses]
-    answers: list[dict[str, Any]]
+    answers: list[BaseAnswer]
     place: Answers
     conditions: Conditions
 
@@ -154,7 +161,7 @@ def evaluated(
     asked = bounded(exam.settings, place)
     precision = precision_here(folder, sets) if sets else None
     losses, model = scored_and_loaded(folder, sets, place, say, spans, rope)
-    answers = []
+    answers: list[BaseAnswer] = []
     if model is not None:
         spans.begin("answer")
         if generation:
@@ -176,18 +183,32 @@ def _run_base(job: Job) -> dict[str, Any]:
     """Evaluate the base model by itself."""
     exam = Exam.of(job, modes_in(job.inputs["tokenize"].manifest))
     found = _evaluated_base(job, exam)
-    rows = []
+    rows: list[BaseScore] = []
     if found.losses:
-        job.say(_loss_line("base", _scores(found.losses[0])))
+        job.say(_loss_line("base", _score_of(found.losses[0])))
         losses = found.losses[0]
         pairs = zip(losses.nats.tolist(), losses.tokens.tolist(), strict=True)
-        rows = [{"nats": nats, "tokens": tokens} for nats, tokens in pairs]
-    metrics: dict[str, Any] = {"conditions": found.conditions.model_dump(mode="json")}
-    if found.place.is_bounded:
-        metrics["answers"] = str(found.place)
-    write_json(job.out / "metrics.json", metrics)
-    write_jsonl(job.out / SCORES_NAME, rows)
-    write_jsonl(job.out / GENERATIONS_NAME, found.answers)
+        rows = [BaseScore(nats=nats, tokens=tokens) for nats, tokens in pairs]
+    evaluation = BaseEvaluation(conditions=found.conditions, answers=_bound(found.place))
+    return _leave(job, evaluation, rows, found.answers)
+
+
+def _bound(place: Answers) -> str | None:
+    """Return why fewer or shorter answers were generated than asked for; None if all were."""
+    return str(place) if place.is_bounded else None
+
+
+def _leave(
+    job: Job,
+    evaluation: Evaluation | BaseEvaluation,
+    scores: Sequence[DocumentScore | BaseScore],
+    answers: Sequence[Generation | BaseAnswer],
+) -> dict[str, Any]:
+    """Write the three files of the stage; return the content of metrics.json."""
+    metrics: dict[str, Any] = to_json(evaluation)
+    write_json(job.out / EVALUATION_NAME, metrics)
+    write_jsonl(job.out / SCORES_NAME, to_json(scores))
+    write_jsonl(job.out / GENERATIONS_NAME, to_json(answers))
     return metrics
 
 
@@ -204,13 +225,13 @@ def _evaluated_base(job: Job, exam: Exam) -> Evaluated:
 def _sealed_base(job: Job, tuned: Evaluated) -> Evaluated | None:
     """Return the base model's sealed evaluation; None if its conditions were not `tuned`'s."""
     sealed = job.inputs["baseline"]
-    conditions = Conditions.model_validate(read_json(sealed.file("metrics.json"))["conditions"])
+    conditions = read_record(BaseEvaluation, sealed.file(EVALUATION_NAME)).conditions
     if conditions != tuned.conditions:
         return None
-    rows = read_jsonl(sealed.file(SCORES_NAME))
-    nats = np.array([row["nats"] for row in rows], np.float64)
-    losses = DocumentLosses(nats, np.array([row["tokens"] for row in rows], np.int64))
-    answers = read_jsonl(sealed.file(GENERATIONS_NAME))
+    rows = read_records(BaseScore, sealed.file(SCORES_NAME))
+    nats = np.array([row.nats for row in rows], np.float64)
+    losses = DocumentLosses(nats, np.array([row.tokens for row in rows], np.int64))
+    answers = read_records(BaseAnswer, sealed.file(GENERATIONS_NAME))
     return Evaluated([losses] if rows else [], answers, tuned.place, conditions)
 
 
@@ -234,45 +255,37 @@ def _run_tuned(job: Job) -> dict[str, Any]:
             "again here"
         )
         base = _evaluated_base(job, exam)
-    metrics: dict[str, Any] = {"eval": {"samples": 0}, "verdict": {"text": NOT_JUDGED}}
-    rows: list[dict[str, Any]] = []
+    scores: Scores | NoScores = NoScores(samples=0)
+    verdict: EvaluationVerdict | NoVerdict = NoVerdict(text=NOT_JUDGED)
+    rows: list[DocumentScore] = []
     if exam.documents:
         losses = {"base": base.losses[0], "tuned": tuned.losses[0]}
         if shuffled:
             losses |= {"own": tuned.losses[0].of_documents(kept), "shuffled": tuned.losses[1]}
         shard = job.inputs["shard"].path
         unigram = unigram_loss(BlockReader(shard / "train"), BlockReader(shard / "validation"))
-        metrics = {
-            "eval": _eval(losses, unigram, len(exam.documents)),
-            "verdict": judge(losses, unigram),
-        }
+        by_source = scores_by_source(sources, losses["base"], losses["tuned"])
+        scores = _scores(losses, unigram, len(exam.documents), by_source)
+        verdict = judge(losses, unigram)
         rows = score_rows(exam.documents, losses["base"], losses["tuned"])
-        if sources:
-            metrics["eval"]["by_source"] = scores_by_source(
-                sources, losses["base"], losses["tuned"]
-            )
-    if tuned.place.is_bounded:
-        metrics["answers"] = str(tuned.place)
-    write_json(job.out / "metrics.json", metrics)
-    write_jsonl(job.out / SCORES_NAME, rows)
+        job.say(_loss_line("base", scores.base))
+        job.say(_loss_line("tuned", scores.tuned))
+    job.say(f"evaluate: {verdict.text}")
     side_by_side = [
-        {
-            "prompt": of_base["prompt"],
-            "reference": of_base["reference"],
-            "base": of_base["answer"],
-            "tuned": of_tuned["answer"],
-        }
+        Generation(
+            prompt=of_base.prompt,
+            reference=of_base.reference,
+            base=of_base.answer,
+            tuned=of_tuned.answer,
+        )
         for of_base, of_tuned in zip(base.answers, tuned.answers, strict=True)
     ]
-    write_jsonl(job.out / GENERATIONS_NAME, side_by_side)
-    for name in ("base", "tuned") if exam.documents else ():
-        job.say(_loss_line(name, metrics["eval"][name]))
-    job.say(f"evaluate: {metrics['verdict']['text']}")
-    return metrics
+    evaluation = Evaluation(eval=scores, verdict=verdict, answers=_bound(tuned.place))
+    return _leave(job, evaluation, rows, side_by_side)
 
 
-def _loss_line(name: str, scores: Mapping[str, Any]) -> str:
-    return f"evaluate: {name:5} loss {scores['loss']:.4f}  perplexity {scores['perplexity']:.2f}"
+def _loss_line(name: str, score: Score) -> str:
+    return f"evaluate: {name:5} loss {score.loss:.4f}  perplexity {score.perplexity:.2f}"
 
 
 def sources_of(job: Job, documents: Sequence[Document]) -> dict[str, list[int]]:
@@ -297,11 +310,11 @@ def sources_of(job: Job, documents: Sequence[Document]) -> dict[str, list[int]]:
             "that the tokens give "
             "with its settings, so their sources are not known; this is a bug, report it"
         )
-    ledgers = read_json(tokenize.file(LEDGER_NAME))["sources"]
+    ledgers = read_record(Ledger, tokenize.file(LEDGER_NAME)).sources
     # [documents], each one's source
     number_of = np.searchsorted(samples.source_offsets, order, side="right") - 1
     first = len(ledgers) - split.validation_sources if split.validation_sources else 0
-    names = distinct([str(ledger["name"]) for ledger in ledgers])
+    names = distinct([ledger.name for ledger in ledgers])
     return {
         names[number]: np.flatnonzero(number_of == number).tolist()
         for number in range(first, len(ledgers))
@@ -320,30 +333,37 @@ def distinct(names: Sequence[str]) -> list[str]:
 
 def scores_by_source(
     sources: Mapping[str, list[int]], base: DocumentLosses, tuned: DocumentLosses
-) -> list[dict[str, Any]]:
+) -> list[SourceScore]:
     """Return both models' scores on each source's documents; none without supervised tokens."""
-    found: list[dict[str, Any]] = []
+    found = []
     for name, numbers in sources.items():
         tokens = tuned.of_documents(numbers).total_tokens
-        row: dict[str, Any] = {"source": name, "samples": len(numbers), "supervised_tokens": tokens}
+        row = SourceScore(source=name, samples=len(numbers), supervised_tokens=tokens)
         if tokens:
-            row |= {
-                "base": _scores(base.of_documents(numbers)),
-                "tuned": _scores(tuned.of_documents(numbers)),
-            }
+            row = replace(
+                row,
+                base=_score_of(base.of_documents(numbers)),
+                tuned=_score_of(tuned.of_documents(numbers)),
+            )
         found.append(row)
     return found
 
 
-def _eval(losses: Mapping[str, DocumentLosses], unigram: float, samples: int) -> dict[str, Any]:
-    return {
-        "base": _scores(losses["base"]),
-        "tuned": _scores(losses["tuned"]),
-        "unigram": _with_perplexity(unigram),
-        "shuffled": _scores(losses["shuffled"]) if "shuffled" in losses else None,
-        "supervised_tokens": losses["tuned"].total_tokens,
-        "samples": samples,
-    }
+def _scores(
+    losses: Mapping[str, DocumentLosses],
+    unigram: float,
+    samples: int,
+    by_source: Sequence[SourceScore],
+) -> Scores:
+    return Scores(
+        base=_score_of(losses["base"]),
+        tuned=_score_of(losses["tuned"]),
+        unigram=UnigramScore(loss=unigram, perplexity=_perplexity(unigram)),
+        shuffled=_score_of(losses["shuffled"]) if "shuffled" in losses else None,
+        supervised_tokens=losses["tuned"].total_tokens,
+        samples=samples,
+        by_source=tuple(by_source),
+    )
 
 
 def precision_here(folder: Path, sets: Sequence[Sequence[Block]]) -> Literal["bf16", "fp32"]:
@@ -494,7 +514,7 @@ def _losses_of(groups: Sequence[Sequence[Block]], nats: Sequence[Tensor]) -> Doc
 
 def score_rows(
     documents: Sequence[Document], base: DocumentLosses, tuned: DocumentLosses
-) -> list[dict[str, Any]]:
+) -> list[DocumentScore]:
     """Return a row per document: its content's hash, equal in all runs, and its losses in nats."""
     names = [
         sha256(each.tokens.tobytes() + each.supervised.tobytes()).hexdigest()[:16]
@@ -502,7 +522,7 @@ def score_rows(
     ]
     columns = zip(names, base.tokens.tolist(), base.nats.tolist(), tuned.nats.tolist(), strict=True)
     return [
-        {"document": name, "tokens": count, "base": old, "tuned": new}
+        DocumentScore(document=name, tokens=count, base=old, tuned=new)
         for name, count, old, new in columns
     ]
 
@@ -575,7 +595,7 @@ def _block_of(documents: Sequence[Document], block_tokens: int) -> Block:
     )
 
 
-def judge(losses: Mapping[str, DocumentLosses], unigram: float) -> dict[str, Any]:
+def judge(losses: Mapping[str, DocumentLosses], unigram: float) -> EvaluationVerdict:
     """Return the verdict on the tuned model: against base and unigram, prompt use, a summary."""
     tuned = losses["tuned"]
     base = losses["base"]
@@ -592,26 +612,23 @@ def judge(losses: Mapping[str, DocumentLosses], unigram: float) -> dict[str, Any
         f"guessing by frequency ({unigram:.3f}), and "
         f"{'it uses' if uses_prompt else 'nothing shows that it uses'} the question."
     )
-    return {
-        "improved": improved,
-        "beats_unigram": beats_unigram,
-        "uses_prompt": uses_prompt,
-        "text": text,
-    }
+    return EvaluationVerdict(
+        improved=improved, beats_unigram=beats_unigram, uses_prompt=uses_prompt, text=text
+    )
 
 
-def _scores(losses: DocumentLosses) -> dict[str, float | None]:
+def _score_of(losses: DocumentLosses) -> Score:
     estimate = losses.estimate
-    error = estimate.standard_error if math.isfinite(estimate.standard_error) else None
-    return {
-        **_with_perplexity(losses.mean),
-        "standard_error": error,
-        "documents": estimate.documents,
-    }
+    return Score(
+        loss=losses.mean,
+        perplexity=_perplexity(losses.mean),
+        standard_error=estimate.standard_error if math.isfinite(estimate.standard_error) else None,
+        documents=estimate.documents,
+    )
 
 
-def _with_perplexity(loss: float) -> dict[str, float]:
-    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))
 
 
 def _groups(blocks: Iterable[Block]) -> Iterator[list[Block]]:

@@ -7,7 +7,6 @@ column.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
@@ -17,22 +16,24 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.store import Manifest, Ref
 from pipeline_lib.core.text import one_line
-from pipeline_lib.core.units import NONE, count, seconds
+from pipeline_lib.core.units import count, seconds
 from pipeline_lib.data.how_to_call import modes_in, warning_of
 from pipeline_lib.lineage.record import (
     CODE,
     LINEAGE_NAME,
-    Record,
+    Lineage,
     attempt_text,
     code_text,
     link_of,
     newest_first,
+    parse_lineage,
     parse_manifest,
-    parse_record,
     settings_in,
     sources_of,
 )
-from pipeline_lib.records.results import Ledger, Training
+from pipeline_lib.records.data import Ledger
+from pipeline_lib.records.merge import Parity, Unproven
+from pipeline_lib.records.training import Training
 
 HUBS = ("huggingface", "modelscope")
 MOST_ROWS = 40  # per table; lineage.json has all of them
@@ -49,13 +50,13 @@ def model_card(
     model_type: str,
     train: Train,
     training: Training,
-    parity: Mapping[str, Any],
-    record: Record,
-    ledger: Ledger,
+    parity: Parity | Unproven,
+    record: Lineage,
+    ledger: Ledger | None,
     beside: Sequence[str] = (),
     adapter_code: str = "",
 ) -> str:
-    """Return README.md's text for the model folder `this`; `ledger` may be empty if unknown.
+    """Return README.md's text for the model folder `this`; `ledger` is None if it is not known.
 
     `beside` are the beginnings of the names of tensors that were copied from the base.
     `adapter_code` is the `loading_code` of the adapters, if there are any.
@@ -70,7 +71,7 @@ def model_card(
             f"{one.name}, held out" if one.held_out else one.name,
             *map(count, (one.rows, one.kept, one.supervised_tokens)),
         )
-        for one in ledger.sources
+        for one in (ledger.sources if ledger else ())
     ]
     attempts = [(str(attempt.number), attempt_text(attempt)) for attempt in record.attempts]
     versions = dict(made["train"].versions) if "train" in made else {}
@@ -161,14 +162,14 @@ def _adapters(code: str) -> list[str]:
     return ["## The adapters alone", "", text, "", "```python", code, "```", ""]
 
 
-def _proof(parity: Mapping[str, Any]) -> str:
+def _proof(parity: Parity | Unproven) -> str:
     """Return the sentence about the comparison with the trained model, or about its absence."""
-    if parity.get("unproven"):
-        return f"This model is not proven to be the trained one: {parity['unproven']}."
+    if isinstance(parity, Unproven):
+        return f"This model is not proven to be the trained one: {parity.unproven}."
     return (
         "The exported weights are the trained ones, each rounded once, and these reproduce the "
-        f"trained model's logits within {parity['relative_difference']:.1e} of their size "
-        f"(tolerance {parity['tolerance']:.0e})."
+        f"trained model's logits within {parity.relative_difference:.1e} of their size "
+        f"(tolerance {parity.tolerance:.0e})."
     )
 
 
@@ -208,7 +209,7 @@ def cell(text: str) -> str:
     return escape(one_line(text), quote=False).translate(_MARKUP)
 
 
-def base_model(record: Record) -> str | None:
+def base_model(record: Lineage) -> str | None:
     """Return the hub's name of the lineage's first model; None if unknown or not from a hub."""
     while True:
         entry = record.links.get("model")
@@ -218,7 +219,7 @@ def base_model(record: Record) -> str | None:
                 return str(settings.get("name"))
             if record.base is None or record.base.lineage is None:
                 return None
-            record = parse_record(record.base.lineage, LINEAGE_NAME)
+            record = parse_lineage(record.base.lineage, LINEAGE_NAME)
         except IntegrityError:
             return None
 
@@ -300,7 +301,7 @@ def _files(made: Mapping[str, Manifest], kind: str) -> Rows:
 
 def _settings(made: Mapping[str, Manifest], train: Train, training: Training) -> Rows:
     """Yield the strategy, the settings in SHOWN, and all others that differ from their defaults."""
-    yield ("strategy", f"{training.strategy or NONE} on {count(training.world_size, 'ranks')}")
+    yield ("strategy", f"{training.strategy} on {count(training.world_size, 'ranks')}")
     for name in (each for each in SHOWN if each not in train.replaced_keys):
         yield (name, str(getattr(train, name)))
     for part in ("tokenize", "shard", "train"):

@@ -26,7 +26,7 @@ from pipeline_lib.config.section import read_settings
 from pipeline_lib.config.train import Train, read_train
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.files import read_json, require_space, write_json, write_text
-from pipeline_lib.core.run_folder import SUMMARY_NAME
+from pipeline_lib.core.run_folder import METRICS_NAME, SUMMARY_NAME
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.store import Ref, describe_file
 from pipeline_lib.core.units import size
@@ -41,11 +41,13 @@ from pipeline_lib.export.card import adapter_card, loading_code, model_card
 from pipeline_lib.export.fold import Fold, plan_fold
 from pipeline_lib.export.proof import device_for, prove
 from pipeline_lib.export.write import Buffers, Entry, write_files
-from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, record_of
+from pipeline_lib.lineage.record import LINEAGE_NAME, lineage_of, parse_manifest
 from pipeline_lib.model.build import DTYPES
 from pipeline_lib.model.weights import find_tensors
-from pipeline_lib.records.results import Ledger, Training
-from pipeline_lib.report.facts import read_one
+from pipeline_lib.records.data import LEDGER_NAME, Ledger
+from pipeline_lib.records.merge import PARITY_NAME, Parity, Unproven
+from pipeline_lib.records.record import read_record, to_json
+from pipeline_lib.records.training import read_training
 from pipeline_lib.train.state import is_finite
 
 # Export of the trained adapters alone, in peft's format.
@@ -119,7 +121,6 @@ def finite(value: Tensor, entry: Entry) -> Tensor:
 # read back from disk and has to be the trained model (export/proof.py); otherwise the stage fails,
 # publishing nothing.
 
-LEDGER_NAME = "ledger.json"
 UNPROVEN = (
     "its adapters were trained on a base in 4 bits and added to the unquantized one (merge.base: "
     "original), so it is "
@@ -162,20 +163,26 @@ def run(job: Job) -> dict[str, Any]:
             f"merge: the base model's own code ({', '.join(code)}) is no part of the merged one; "
             "transformers' is used"
         )
-    parity = prove_or_keep(job, base, trained, train) if is_proven else {"unproven": UNPROVEN}
-    write_json(job.out / "parity.json", parity)
+    parity: Parity | Unproven = Unproven(unproven=UNPROVEN)
+    if is_proven:
+        parity = prove_or_keep(job, base, trained, train)
+    figures: dict[str, Any] = to_json(parity)
+    write_json(job.out / PARITY_NAME, figures)
     tell_origin(job, train, parity, fold.beside, loading)
-    if not is_proven:
-        job.say(f"merge: {UNPROVEN}")
-        return parity
-    job.say(
-        f"merge: exported tensors differ by {parity['value_difference']:.1e} of their size from "
-        f"the trained weights, beside rounding (tolerance {parity['value_tolerance']:.0e}), and "
-        f"logits by {parity['relative_difference']:.1e} from the trained model's (tolerance "
-        f"{parity['tolerance']:.0e}, {parity['compared_logits']:,} compared); rounding the weights "
-        f"changes logits by {parity['rounding_difference']:.1e}"
+    job.say(f"merge: {_in_words(parity)}")
+    return figures
+
+
+def _in_words(parity: Parity | Unproven) -> str:
+    if isinstance(parity, Unproven):
+        return parity.unproven
+    return (
+        f"exported tensors differ by {parity.value_difference:.1e} of their size from "
+        f"the trained weights, beside rounding (tolerance {parity.value_tolerance:.0e}), and "
+        f"logits by {parity.relative_difference:.1e} from the trained model's (tolerance "
+        f"{parity.tolerance:.0e}, {parity.compared_logits:,} compared); rounding the weights "
+        f"changes logits by {parity.rounding_difference:.1e}"
     )
-    return parity
 
 
 def unquantized(train: Train) -> Train:
@@ -290,7 +297,7 @@ def stop_at_end_of_turn(
     return dict(config) if end in stops else {**config, "eos_token_id": [end, *stops]}
 
 
-def prove_or_keep(job: Job, base: Path, trained: Path, train: Train) -> dict[str, Any]:
+def prove_or_keep(job: Job, base: Path, trained: Path, train: Train) -> Parity:
     """Return the figures of the proof of `job.out`.
 
     Raises TrainingError if it is not the trained model. It is then kept in the run's directory,
@@ -311,7 +318,11 @@ def prove_or_keep(job: Job, base: Path, trained: Path, train: Train) -> dict[str
 
 
 def tell_origin(
-    job: Job, train: Train, parity: Mapping[str, Any], beside: Sequence[str] = (), loading: str = ""
+    job: Job,
+    train: Train,
+    parity: Parity | Unproven,
+    beside: Sequence[str] = (),
+    loading: str = "",
 ) -> None:
     """Write lineage.json and README.md: what the model was made from and how it was checked.
 
@@ -320,16 +331,16 @@ def tell_origin(
 
     The data's token ledger is left out if it is missing from the store or has been changed.
     """
-    record = record_of(job.inputs, job.store, job.say)
+    record = lineage_of(job.inputs, job.store, job.say)
     write_json(job.out / LINEAGE_NAME, record.model_dump(mode="json"))
-    training = read_one(Training, job.inputs["train"].file(SUMMARY_NAME))
+    training = read_training(job.inputs["train"].folder(SUMMARY_NAME, METRICS_NAME))
     model_type = str(read_json(job.out / "config.json")["model_type"])
-    ledger = Ledger()
+    ledger = None
     if "tokenize" in record.links:
         manifest = parse_manifest(record.links["tokenize"].manifest, "tokenize")
         path = job.store.sealed(Ref(manifest.stage, manifest.digest)) / LEDGER_NAME
         if path.is_file() and describe_file(path) == manifest.files.get(LEDGER_NAME):
-            ledger = read_one(Ledger, path)
+            ledger = read_record(Ledger, path)
     card = model_card(
         job.spec.ref, model_type, train, training, parity, record, ledger, beside, loading
     )

@@ -53,6 +53,7 @@ from pipeline_lib.model.weights import (
 )
 from pipeline_lib.plan.evaluation import largest_part_parameters, scoring_bytes
 from pipeline_lib.plan.stages import ADAPTERS_IN_PROOF_BYTES
+from pipeline_lib.records.merge import Parity
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.saved_tensors import SavedTensor, fill_saved, find_saved
 
@@ -82,7 +83,7 @@ def prove(
     device: torch.device,
     say: Say,
     spans: Spans,
-) -> dict[str, Any]:
+) -> Parity:
     """Return the figures that compare `exported` with what `train` made of `base`, in `trained`.
 
     Raises TrainingError if the exported model is not the trained one.
@@ -98,7 +99,7 @@ def prove(
         raise TrainingError(f"the exported model is not the trained one: {error}") from error
     say(f"merge: comparing logits with those that the training left, {where}")
     spans.begin("compare logits", read_bytes)
-    return {**compare_logits(reference, device), **values}
+    return Parity(**compare_logits(reference, device), **values)
 
 
 @dataclass(frozen=True)

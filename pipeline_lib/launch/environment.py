@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from pipeline_lib.core.user_cache import UserCache, is_own
-from pipeline_lib.records.plan import PlanDocument, known
+from pipeline_lib.records.plan import PlanDocument
 
 # where the ranks of one machine meet, instead of at an address
 RENDEZVOUS_FILE = "PIPELINE_RENDEZVOUS"
@@ -139,7 +139,7 @@ def launch_environment(
     cluster = plan.cluster
     made = {key: value for key, value in environ.items() if key not in PLACE_IN_WORLD}
     made |= rendezvous
-    made.setdefault("OMP_NUM_THREADS", str(known(cluster.cpus_per_rank)))
+    made.setdefault("OMP_NUM_THREADS", str(cluster.cpus_per_rank))
     made |= allocator_settings(made, cluster.is_gpu)
     # it listens on a port of this machine, for anyone, to report the state
     made.setdefault("NCCL_RAS_ENABLE", "0")

@@ -10,7 +10,7 @@ from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.launch.allocation import HERE, Allocation
 from pipeline_lib.launch.environment import is_sent
 from pipeline_lib.launch.spawn import MODULE
-from pipeline_lib.records.plan import Ranks, known
+from pipeline_lib.records.plan import PlannedCluster
 from pipeline_lib.slurm.site import Site
 
 
@@ -26,18 +26,18 @@ class RankPlacement:
     allocation: Allocation = HERE
 
     @staticmethod
-    def of(cluster: Ranks, allocation: Allocation) -> "RankPlacement":
+    def of(cluster: PlannedCluster, allocation: Allocation) -> "RankPlacement":
         """Return where the plan's `cluster` runs; `auto` is srun in a SLURM job, else spawn."""
-        launcher = known(cluster.launcher)
-        nodes = known(cluster.nodes)
+        launcher = cluster.launcher
+        nodes = cluster.nodes
         if launcher == "auto":
             launcher = "srun" if allocation.job else "spawn"
         return RankPlacement(
             launcher,
             nodes,
-            known(cluster.ranks) // nodes,
-            known(cluster.cpus_per_rank),
-            known(cluster.device),
+            cluster.ranks // nodes,
+            cluster.cpus_per_rank,
+            cluster.device,
             allocation,
         )
 

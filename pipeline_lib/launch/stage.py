@@ -13,7 +13,6 @@ from pipeline_lib.config.train import Train, read_train
 from pipeline_lib.core import files
 from pipeline_lib.core.errors import DiskFull, IntegrityError, Interrupted, LockLost, PipelineError
 from pipeline_lib.core.events import EventLog, EventName, read_events
-from pipeline_lib.core.files import read_json
 from pipeline_lib.core.processes import OWNER_VARIABLE, describe_owner
 from pipeline_lib.core.run_folder import (
     CHECKPOINTS,
@@ -21,7 +20,6 @@ from pipeline_lib.core.run_folder import (
     EVENTS_NAME,
     HEARTBEATS,
     PLAN_NAME,
-    SUMMARY_NAME,
     newest_valid,
     sealed_steps,
     step_name,
@@ -44,8 +42,9 @@ from pipeline_lib.launch.ranks import (
     stop_requests_received,
 )
 from pipeline_lib.launch.spawn import HeldRanks
-from pipeline_lib.records.plan import PlanDocument, known, read_plan
-from pipeline_lib.records.results import Training
+from pipeline_lib.records.plan import PlanDocument, read_plan
+from pipeline_lib.records.record import to_json
+from pipeline_lib.records.training import Training, read_training
 from pipeline_lib.slurm.sizing import warning_s
 from pipeline_lib.tracking.feed import trackers
 
@@ -214,29 +213,29 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
                     sealed.folder()  # the ranks read all of it
                 for left in (ERRORS, HEARTBEATS):
                     shutil.rmtree(run_dir / left, ignore_errors=True)
-                resume_from = find_checkpoint(job, run_dir, known(plan.batch.steps), attempt)
+                resume_from = find_checkpoint(job, run_dir, plan.run_steps, attempt)
                 now = LaunchedAttempt(job, plan_dir, plan, place, run_dir, attempt, resume_from)
                 _tell(now)
                 with trackers({"to": plan.tracking.to}, run_dir, plan_dir, job.say):
                     now.run(environ, held)
         shutil.copyfile(plan_dir / PLAN_NAME, job.out / PLAN_NAME)
         shutil.copyfile(run_dir / EVENTS_NAME, job.out / EVENTS_NAME)
-        summary = dict(read_json(job.out / SUMMARY_NAME))
-        take_hashes(job, run_dir / CHECKPOINTS / step_name(summary["result_step"]))
-        if warning := warning_of_lost_best(read_train(job.spec.settings), summary):
+        training = read_training(job.out)
+        take_hashes(job, run_dir / CHECKPOINTS / step_name(training.result_step))
+        if warning := warning_of_lost_best(read_train(job.spec.settings), training):
             job.say(f"train: warning: {warning}")
-        return summary
+        return dict(to_json(training))
 
     return launch
 
 
-def warning_of_lost_best(train: Train, summary: Mapping[str, Any]) -> str | None:
+def warning_of_lost_best(train: Train, training: Training) -> str | None:
     """Return what to tell of a training that should have left its best step; None if it did."""
-    if not Training.model_validate(summary).has_lost_best(train.keep_best):
+    if not training.has_lost_best(train.keep_best):
         return None
     return (
-        f"the held-out loss was lowest after step {summary['best_step']:,}, and the checkpoint of "
-        f"that step was damaged or missing, so the result is step {summary['result_step']:,}"
+        f"the held-out loss was lowest after step {training.best_step:,}, and the checkpoint of "
+        f"that step was damaged or missing, so the result is step {training.result_step:,}"
     )
 
 
@@ -280,11 +279,11 @@ def _allocated(
     plan: PlanDocument, job: Job, environ: Mapping[str, str]
 ) -> AbstractContextManager[Allocation]:
     """Return the nodes for the training of `plan`, to be entered."""
-    nodes = known(plan.cluster.nodes)
-    ranks = known(plan.cluster.ranks)
+    nodes = plan.cluster.nodes
+    ranks = plan.cluster.ranks
     wanted = HostNeeds(ranks // nodes if plan.cluster.is_gpu else 0, gpu=None, memory_gb=0)
-    timeouts = float(known(plan.chosen.timeout_s)), float(known(plan.chosen.start_timeout_s))
-    request = NodeRequest(nodes, known(plan.cluster.launcher), wanted, *timeouts)
+    timeouts = float(plan.chosen.timeout_s), float(plan.chosen.start_timeout_s)
+    request = NodeRequest(nodes, plan.cluster.launcher, wanted, *timeouts)
     return allocated(request, job.store, environ, job.say)
 
 

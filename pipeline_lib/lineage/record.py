@@ -169,7 +169,7 @@ class Folder(BaseModel):
     lineage: dict[str, Any] | None = None
 
 
-class Record(BaseModel):
+class Lineage(BaseModel):
     """The content of lineage.json: links by part, attempts, a local base model's origin."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -179,7 +179,7 @@ class Record(BaseModel):
     base: Folder | None = None
 
 
-def record_of(inputs: Mapping[str, Sealed], store: Store, say: Say) -> Record:
+def lineage_of(inputs: Mapping[str, Sealed], store: Store, say: Say) -> Lineage:
     """Return the record of everything that `inputs`, the inputs of a merge, were made from.
 
     Links whose manifest is not in the store are left out and reported to `say`.
@@ -209,7 +209,9 @@ def record_of(inputs: Mapping[str, Sealed], store: Store, say: Say) -> Record:
         [event if _has_public_nodes(event) else {**event, "nodes": None} for event in events]
     )
     attempts = [replace(attempt, end=_FOLDERS.sub("", attempt.end)) for attempt in public.attempts]
-    return Record(links=links, attempts=attempts, base=base_folder(inputs["model"].manifest, store))
+    return Lineage(
+        links=links, attempts=attempts, base=base_folder(inputs["model"].manifest, store)
+    )
 
 
 def _has_public_nodes(event: Mapping[str, Any]) -> bool:
@@ -277,7 +279,7 @@ def is_same_model(downloaded: Manifest, merged: Manifest) -> bool:
     )
 
 
-def read_record(folder: Path) -> Record | None:
+def read_lineage(folder: Path) -> Lineage | None:
     """Return the lineage.json of a model folder; None if there is none.
 
     Raises IntegrityError if it is damaged or cannot be read.
@@ -286,16 +288,16 @@ def read_record(folder: Path) -> Record | None:
     try:
         content = read_json(path)
         json_text(content)  # fails for content that is nested too deep or not finite
-        return parse_record(content, str(path))
+        return parse_lineage(content, str(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise IntegrityError(f"{path}: damaged ({error})") from error
 
 
-def parse_record(content: Any, where: str) -> Record:
+def parse_lineage(content: Any, where: str) -> Lineage:
     """Return the record in `content`. Raises IntegrityError naming `where` if it is invalid."""
-    return _parsed(Record, content, where)
+    return _parsed(Lineage, content, where)
 
 
 def parse_manifest(content: Any, where: str) -> Manifest:

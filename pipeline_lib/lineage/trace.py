@@ -32,16 +32,16 @@ from pipeline_lib.core.units import seconds
 from pipeline_lib.lineage.record import (
     CODE,
     LINEAGE_NAME,
+    Lineage,
     LineageLink,
-    Record,
     attempt_text,
     code_text,
     is_same_model,
     link_of,
     newest_first,
+    parse_lineage,
     parse_manifest,
-    parse_record,
-    read_record,
+    read_lineage,
     settings_in,
 )
 
@@ -99,7 +99,7 @@ class Checks:
             verify(folder)
 
 
-def check(traced: Traced, record: Record | None, checks: Checks) -> Manifest | None:
+def check(traced: Traced, record: Lineage | None, checks: Checks) -> Manifest | None:
     """Check a link against record and store, and describe it; return its manifest, or None.
 
     The store's manifest is used if it is the recorded one, else the record's if there is one.
@@ -140,7 +140,7 @@ def mark_recorded(traced: Traced) -> None:
     traced.notes.append("not in the store: known only from the model's own record")
 
 
-def _recorded(traced: Traced, record: Record | None, checks: Checks) -> Manifest | None:
+def _recorded(traced: Traced, record: Lineage | None, checks: Checks) -> Manifest | None:
     """Return the link's manifest from the record, checked by SHA-256; None if there is none."""
     entry = record.links.get(traced.part) if record else None
     if entry is None:
@@ -276,7 +276,7 @@ def trace(path: Path, store: Store, sizes_only: bool, say: Say) -> Traced:
     record = None
     try:
         checks.verify(folder, manifest)
-        record = read_record(folder)
+        record = read_lineage(folder)
     except (
         IntegrityError
     ) as error:  # the folder may be a copy: the advice to delete it does not hold
@@ -300,7 +300,7 @@ class _Merge:
 
     traced: Traced
     manifest: Manifest
-    record: Record | None
+    record: Lineage | None
 
 
 def _attach_inputs(merge: _Merge, checks: Checks) -> _Merge | None:
@@ -336,7 +336,7 @@ def _attach_inputs(merge: _Merge, checks: Checks) -> _Merge | None:
 
 
 def _attach_base(
-    traced: Traced, downloaded: Manifest, record: Record | None, checks: Checks
+    traced: Traced, downloaded: Manifest, record: Lineage | None, checks: Checks
 ) -> _Merge | None:
     """Attach the merge that made a local base model below it, if this pipeline did."""
     if settings_in(downloaded).get("source") != "local":
@@ -353,7 +353,7 @@ def _attach_base(
             entry = manifest.files.get(LINEAGE_NAME)
             if entry is None or entry.sha256 != sha256_text(json_text(base.lineage)):
                 raise IntegrityError(f"{where}: its lineage differs from the sealed one")
-            own = parse_record(base.lineage, where)
+            own = parse_lineage(base.lineage, where)
     except IntegrityError as error:
         traced.problems.append(str(error))
         return None

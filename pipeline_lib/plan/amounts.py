@@ -15,7 +15,8 @@ from pipeline_lib.core.errors import DataError
 from pipeline_lib.data.conversations import Content, Text
 from pipeline_lib.data.first_rows import Stamp, first_rows, stamp_of
 from pipeline_lib.data.thinking import thinking_of, without_thinking
-from pipeline_lib.plan.workload import Workload
+from pipeline_lib.plan.workload import assumed_workload
+from pipeline_lib.records.plan import Workload
 
 _READ_ROWS = 1024  # of the files of a source together
 _READ_ROWS_OF_FILE = 64  # of each at least
@@ -91,7 +92,7 @@ def expected_workload(config: Config, vocabulary: int | None) -> Workload:
 
     `vocabulary` is the size of the model's, None if it is not known.
     """
-    assumed = Workload.assumed(config)
+    assumed = assumed_workload(config)
     sources = _of_sources(config, vocabulary)
     amounts = _trained(config, sources)
     if amounts is None:

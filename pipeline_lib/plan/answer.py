@@ -2,9 +2,8 @@
 
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
 
 from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.arch.layers import recompute_of
@@ -28,14 +27,14 @@ from pipeline_lib.plan.choose import (
 from pipeline_lib.plan.cluster import Measured, machine_of, measured_of
 from pipeline_lib.plan.context import not_shared, sharing_counts
 from pipeline_lib.plan.known import Blocks, blocks_of, geometry_of, repetition_of
-from pipeline_lib.plan.machine import Figure, Machine, Ranks
-from pipeline_lib.plan.memory import Memory, host_need, predict_all
+from pipeline_lib.plan.machine import Machine, Ranks
+from pipeline_lib.plan.memory import host_need, predict_all
 from pipeline_lib.plan.near import missed
 from pipeline_lib.plan.passes import shape_of
 from pipeline_lib.plan.predict import Prediction, fits_on_gpu, host_need_of_node, lacks_host_memory
 from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.stages import Run, local_data_bytes, needs_of
-from pipeline_lib.plan.steps import BatchPlan, Steps, plan_batches, step_warnings
+from pipeline_lib.plan.steps import Steps, plan_batches, step_warnings
 from pipeline_lib.plan.trained import checkpoint_bytes
 from pipeline_lib.plan.words import (
     Change,
@@ -47,14 +46,33 @@ from pipeline_lib.plan.words import (
     why_chosen,
     why_not_others,
 )
-from pipeline_lib.plan.workload import Workload, in_words, settled
-from pipeline_lib.records.plan import FITS, NOT_CHECKED, TIGHT, TOO_LARGE
+from pipeline_lib.plan.workload import in_words, settled
+from pipeline_lib.records.plan import (
+    FITS,
+    NOT_CHECKED,
+    SCHEMA,
+    TIGHT,
+    TOO_LARGE,
+    Chosen,
+    Disk,
+    Figure,
+    Memory,
+    Need,
+    PlanDocument,
+    PlannedBatch,
+    PlannedCluster,
+    PlannedMachine,
+    PlannedTracking,
+    Sizes,
+    Summary,
+    Verdict,
+    Words,
+    Workload,
+)
 
 # plan.json: the plan stage makes it from sealed blocks, the command from whatever is known. Unknown
 # values are None.
 
-SCHEMA = 3  # keys may be added
-_CLUSTER_KEYS = ("nodes", "ranks", "device", "launcher", "cpus_per_rank", "max_requeues")
 _NAME_IT = "set cluster.gpu: the plan then also predicts the time, and whether the run fits"
 _CALIBRATE = (
     "qwen3 calibrate CONFIG, which measures the speeds and narrows the bands once "
@@ -62,6 +80,7 @@ _CALIBRATE = (
 )
 _WORTH_MEASURING_S = 600.0  # of the whole run; measuring takes a minute or two
 _TYPICAL = "typical"  # source of rates that are neither measured nor given
+_NO_WORDS = Words(chosen="", verdicts={}, others=(), advice=())
 _NEXT = 2  # changes among what to do next; all of them stand under `what would help`
 
 
@@ -103,7 +122,7 @@ class Question:
         """The cluster's machine, or None if its GPUs are not named. Raises ConfigError."""
         return machine_of(self.cluster, self.train.precision, self.measured, self.train.attention)
 
-    def batch(self, train: Train) -> BatchPlan:
+    def batch(self, train: Train) -> PlannedBatch:
         """Return the batches for the micro-batch size of `train`.
 
         Raise DataError if there is no step.
@@ -153,7 +172,7 @@ class Answer:
     `wanted` and `choice` are None if the GPU is not named.
     """
 
-    content: dict[str, Any]
+    content: PlanDocument
     wanted: Wanted | None
     choice: Choice | None
     refusal: str | None
@@ -177,7 +196,7 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
     if machine is None:
         question = replace(question, train=train.model_copy(update={"context_ranks": counts[0]}))
         set_there = f"{question.train.strategy}: {given(question.train)}"
-        unnamed = {"chosen": set_there, "others": [], "advice": [], "verdicts": {}}
+        unnamed = Words(chosen=set_there, verdicts={}, others=(), advice=())
         return Answer(_content(question, None, None, unnamed, [_NAME_IT]), None, None, None)
     steps = (batch.steps, batch.steps_per_epoch)
     setting = Setting(
@@ -186,29 +205,29 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
     wanted = Wanted(setting, question.train, question.held, question.has_deepspeed)
     choice, problem = _choice(wanted)
     if not is_explained:
-        return Answer(
-            _content(question, wanted, choice, {}, []), wanted, choice, in_lines(problem) or None
-        )
+        content = _content(question, wanted, choice, _NO_WORDS, [])
+        return Answer(content, wanted, choice, in_lines(problem) or None)
     is_auto = question.train.strategy == AUTO
     changes = advice(choice, wanted)
-    words: dict[str, Any] = {
-        "chosen": why_chosen(choice, setting, is_auto),
-        "verdicts": verdicts(choice, setting, is_auto),
-        "others": why_not_others(choice, setting),
-        "advice": [change.sentence for change in changes],
-    }
+    words = Words(
+        chosen=why_chosen(choice, setting, is_auto),
+        verdicts=dict(verdicts(choice, setting, is_auto)),
+        others=tuple(why_not_others(choice, setting)),
+        advice=tuple(change.sentence for change in changes),
+    )
     if choice.near is not None:
-        words["near_miss"] = near_miss_in_words(choice, choice.near, machine)
+        words = replace(words, near_miss=near_miss_in_words(choice, choice.near, machine))
     too_large = problem
     if problem and is_auto:
-        words["chosen"] = f"{describe(choice.chosen)}: needs the least memory, and does not fit"
+        least = f"{describe(choice.chosen)}: needs the least memory, and does not fit"
+        words = replace(words, chosen=least)
     elif not choice.chosen.fits:
         too_large = [lacking(choice.chosen.train, choice.chosen.memory, machine)]
         too_large += what_would_fit(wanted)
         if is_hopeless(choice.chosen.memory, machine):
             problem = too_large
         else:
-            words["advice"] = [*too_large, *words["advice"]]
+            words = replace(words, advice=(*too_large, *words.advice))
     actions = _next(too_large[1:], changes, setting, choice.chosen.run_s)
     return Answer(
         _content(question, wanted, choice, words, actions),
@@ -291,16 +310,16 @@ def lacking(train: Train, memory: Memory, machine: Machine) -> str:
     return too_large
 
 
-def _about_data(question: Question, train: Train, batch: BatchPlan) -> dict[str, Any]:
-    """Return the plan's texts about samples, steps and idle keys, without empty ones."""
+def _with_data(words: Words, question: Question, train: Train, batch: PlannedBatch) -> Words:
+    """Return `words` with the plan's texts about samples, steps and idle keys."""
     steps = Steps.of(batch) or question.estimated
     warnings = list(step_warnings(train, batch, steps, question.cluster.ranks)) if steps else []
-    found = {
-        "repetition": question.repetition,
-        "steps": question.estimated.in_words() if question.estimated else "",
-        "warnings": [*warnings, *_idle_keys(question.train, train)],
-    }
-    return {name: text for name, text in found.items() if text}
+    return replace(
+        words,
+        repetition=question.repetition,
+        steps=question.estimated.in_words() if question.estimated else "",
+        warnings=(*warnings, *_idle_keys(question.train, train)),
+    )
 
 
 def _idle_keys(given: Train, chosen: Train) -> Iterator[str]:
@@ -320,25 +339,26 @@ def run_of(question: Question) -> Run:
     return Run(cluster, train, evaluate, question.geometry, question.workload, question.machine)
 
 
-def _stages(
-    question: Question, train: Train, memory: Memory, host_bytes: int
-) -> list[dict[str, Any]]:
+def _stages(question: Question, train: Train, memory: Memory, host_bytes: int) -> tuple[Need, ...]:
     run = replace(run_of(question), train=train)
     of_data = question.data_bytes, question.has_near_duplicates
-    return [asdict(need) for need in needs_of(run, host_bytes, memory.total_bytes, *of_data)]
+    return tuple(needs_of(run, host_bytes, memory.total_bytes, *of_data))
 
 
-def _steps(steps: Steps | None) -> dict[str, int] | None:
-    return None if steps is None else dict(zip(("low", "value", "high"), steps.run, strict=True))
+def _steps(steps: Steps | None) -> Figure | None:
+    if steps is None:
+        return None
+    low, value, high = steps.run
+    return Figure(value, low, high)
 
 
-def _cost(way: Prediction | None, gpu_hour_price: float | None) -> dict[str, float] | None:
+def _cost(way: Prediction | None, gpu_hour_price: float | None) -> Figure | None:
     if way is None or way.gpu_hours is None or gpu_hour_price is None:
         return None
-    return {end: hours * gpu_hour_price for end, hours in asdict(way.gpu_hours).items()}
+    return way.gpu_hours.scaled(gpu_hour_price)
 
 
-def _verdict(machine: Machine | None, way: Prediction | None) -> str:
+def _verdict(machine: Machine | None, way: Prediction | None) -> Verdict:
     if (
         machine is None
         or way is None
@@ -409,20 +429,19 @@ def _over(figures: list[Figure | None]) -> Figure | None:
     )
 
 
-def _described(machine: Machine, geometry: Geometry) -> dict[str, Any]:
+def _described(machine: Machine, geometry: Geometry) -> PlannedMachine:
     """Return the content of a machine, with how many parts were measured of this model's shape."""
     own = sum(part.shape == shape_of(geometry) for part in machine.measured)
-    others = len(machine.measured) - own
-    return {**machine.as_json(), "measured_parts": own, "other_parts": others}
+    return machine.planned(measured_parts=own, other_parts=len(machine.measured) - own)
 
 
 def _content(
     question: Question,
     wanted: Wanted | None,
     choice: Choice | None,
-    words: dict[str, Any],
+    words: Words,
     actions: list[str],
-) -> dict[str, Any]:
+) -> PlanDocument:
     geometry = question.geometry
     machine = wanted.setting.machine if wanted else None
     train = choice.chosen.train if choice else settled(question.train, question.ranks.has_triton)
@@ -444,49 +463,52 @@ def _content(
     held = memory.host_bytes, memory.copied_bytes, memory.cpu_rank_bytes
     host_bytes = host_need(*held, question.ranks, question.cluster.device == "cuda").total_bytes
     one_checkpoint = checkpoint_bytes(geometry, train)
-    others = (
-        {name: way.as_json() for name, way in choice.best.items() if name != train.strategy}
-        if choice
-        else {}
+    others = {}
+    if choice is not None:
+        for name, other in choice.best.items():
+            if name != train.strategy:
+                others[name] = replace(other.planned(), segments=())
+    cluster = question.cluster
+    return PlanDocument(
+        schema=SCHEMA,
+        experiment=question.experiment,
+        model=Sizes(
+            parameters=geometry.parameters,
+            trainable_parameters=geometry.trained_parameters(train),
+            matmul_parameters=geometry.matmul_parameters,
+            layers=geometry.layers,
+            hidden_size=geometry.hidden,
+            vocab_tokens=geometry.vocab,
+        ),
+        cluster=PlannedCluster(
+            nodes=cluster.nodes,
+            ranks=cluster.ranks,
+            device=cluster.device,
+            launcher=cluster.launcher,
+            cpus_per_rank=cluster.cpus_per_rank,
+            max_requeues=cluster.max_requeues,
+        ),
+        machine=described,
+        workload=question.workload,
+        train=settings_of(train),
+        tracking=PlannedTracking(question.tracking.to, question.tracking.project),
+        batch=batch,
+        memory=dict(memories),
+        chosen=Chosen(**{key: getattr(train, key) for key in PLACEMENT_KEYS}),
+        disk=Disk(one_checkpoint, one_checkpoint * train.checkpoints_on_disk),
+        stages=_stages(question, train, memory, host_bytes),
+        prediction=way.planned() if way else None,
+        others=others,
+        near_miss=choice.near.planned() if choice and choice.near else None,
+        summary=Summary(
+            verdict=_verdict(machine, way),
+            host_needed_bytes=host_bytes,
+            steps=_steps(Steps.of(batch) or question.estimated),
+            gpu_hour_price=cluster.gpu_hour_price,
+            cost=_cost(way, cluster.gpu_hour_price),
+            way=", ".join(in_words(train, batch.accumulation)),
+            assumed=tuple(_assumed(question.workload, machine)),
+            next=tuple(actions),
+        ),
+        words=_with_data(words, question, train, batch),
     )
-    for each in others.values():
-        del each["segments"]
-    return {
-        "schema": SCHEMA,
-        "experiment": question.experiment,
-        "model": {
-            "parameters": geometry.parameters,
-            "trainable_parameters": geometry.trained_parameters(train),
-            "matmul_parameters": geometry.matmul_parameters,
-            "layers": geometry.layers,
-            "hidden_size": geometry.hidden,
-            "vocab_tokens": geometry.vocab,
-        },
-        "cluster": {key: getattr(question.cluster, key) for key in _CLUSTER_KEYS},
-        "machine": described,
-        "workload": asdict(question.workload),
-        "train": settings_of(train),
-        "tracking": question.tracking.model_dump(mode="json"),
-        "batch": asdict(batch),
-        "memory": {name: memory.as_json() for name, memory in memories.items()},
-        "chosen": {key: getattr(train, key) for key in sorted(PLACEMENT_KEYS)},
-        "disk": {
-            "checkpoint_bytes": one_checkpoint,
-            "needed_bytes": one_checkpoint * train.checkpoints_on_disk,
-        },
-        "stages": _stages(question, train, memory, host_bytes),
-        "prediction": way.as_json() if way else None,
-        "others": others,
-        "near_miss": choice.near.as_json() if choice and choice.near else None,
-        "summary": {
-            "verdict": _verdict(machine, way),
-            "host_needed_bytes": host_bytes,
-            "steps": _steps(Steps.of(batch) or question.estimated),
-            "gpu_hour_price": question.cluster.gpu_hour_price,
-            "cost": _cost(way, question.cluster.gpu_hour_price),
-            "way": ", ".join(in_words(train, batch.accumulation)),
-            "assumed": list(_assumed(question.workload, machine)),
-            "next": actions,
-        },
-        "words": {**words, **_about_data(question, train, batch)},
-    }

@@ -16,7 +16,6 @@ from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import from_gigabytes, gib, gigabytes
 from pipeline_lib.plan.context import allowed_counts, sharing_counts
 from pipeline_lib.plan.machine import Machine, find_gpu, gpu_names
-from pipeline_lib.plan.memory import Memory
 from pipeline_lib.plan.near import NearMiss
 from pipeline_lib.plan.predict import (
     Prediction,
@@ -38,7 +37,7 @@ from pipeline_lib.plan.search import (
     simplest_of_fastest,
 )
 from pipeline_lib.plan.workload import free_keys, settled
-from pipeline_lib.records.plan import TO_A_BLOCK
+from pipeline_lib.records.plan import TO_A_BLOCK, Memory
 
 # The choice: the fastest way to train that fits, of all that the config leaves open.
 

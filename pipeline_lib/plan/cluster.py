@@ -21,13 +21,13 @@ from pipeline_lib.plan.machine import (
     Machine,
     MeasuredPart,
     Pass,
-    Rate,
     Speeds,
     attention_share,
     find_gpu,
     gpu_names,
     name_words,
 )
+from pipeline_lib.records.plan import Rate
 
 # cluster.json: what `qwen3 calibrate CONFIG` measured on the machines that will
 # train.

@@ -18,6 +18,7 @@ from pipeline_lib.plan.formulas import explain
 from pipeline_lib.plan.known import learn_architecture
 from pipeline_lib.plan.show import render, render_what_if
 from pipeline_lib.plan.steps import estimated_steps
+from pipeline_lib.records.record import to_json
 
 # A network is needed only for a hub model that is in no table, and only once: for its config.json.
 
@@ -63,7 +64,7 @@ def show_plan(
         )
     on_page = {found.refusal}
     if not what_if:
-        on_page.update(found.content["words"].get("warnings", ()))
+        on_page.update(found.content.words.warnings)
     for finding in findings_of([config] if what_if else configs):
         if finding.text not in on_page:
             say(f"\n{finding.line}")
@@ -81,7 +82,7 @@ def show_plan_as_json(path: Path, store: Store, say: Say) -> None:
     config = load_configs(path)[0]
     learn_architecture(config, store, lambda _: None)
     found = _answer(path, config, store)
-    say(json_text(found.content).rstrip("\n"))
+    say(json_text(to_json(found.content)).rstrip("\n"))
     if found.refusal is not None:
         raise ConfigError(str(path), [found.refusal])
 

@@ -15,9 +15,9 @@ from pipeline_lib.arch.layers import LOGITS_AT_ONCE
 from pipeline_lib.config.schema import Cluster, Config, Evaluate
 from pipeline_lib.core.units import GIB, GIGA, HOUR_S, TERA, brief, count, gib, gigabytes
 from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.machine import End, Figure, Machine, Speeds
+from pipeline_lib.plan.machine import End, Machine, Speeds, figure_of
 from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES, RESERVE_BYTES
-from pipeline_lib.plan.workload import Workload
+from pipeline_lib.records.plan import Figure, Workload
 
 # The held-out loss part by part. model/streaming.py holds two parts of the model at a time, and the
 # hidden states of all tokens of a pass in host memory. The base and the tuned model score the
@@ -366,7 +366,7 @@ def evaluation_s(
         passed = pass_s(geometry, sum(scored_tokens(workload)) + prompts, speeds)
         return passed + MODELS * batches * answers.new_tokens * step_s
 
-    return Figure.of({end: computing_s(machine.speeds(end)) for end in End})
+    return figure_of({end: computing_s(machine.speeds(end)) for end in End})
 
 
 def scoring_gpus(

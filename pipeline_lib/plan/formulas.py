@@ -19,7 +19,7 @@ from pipeline_lib.arch.layers import (
 )
 from pipeline_lib.config.optimizers import OPTIMIZERS
 from pipeline_lib.core.units import brief, count, gib, gigabytes
-from pipeline_lib.plan import machine, predict
+from pipeline_lib.plan import predict
 from pipeline_lib.plan.activations import compute_bytes
 from pipeline_lib.plan.machine import End
 from pipeline_lib.plan.memory import MARGIN, PARTS
@@ -28,7 +28,8 @@ from pipeline_lib.plan.passes import COMPILE_S, ends_passes, layer_forward, laye
 from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.step_time import PhaseTime, step_time
 from pipeline_lib.plan.trained import portions
-from pipeline_lib.records.plan import PART_NAMES
+from pipeline_lib.plan.workload import documents_at
+from pipeline_lib.records.plan import PART_NAMES, Figure
 
 
 def explain(one: predict.Prediction, setting: Setting) -> str:
@@ -184,7 +185,7 @@ def _passes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
 def _token_forward(one: predict.Prediction, setting: Setting, per_token_s: float) -> Iterator[str]:
     """Yield the parts of one token's forward pass through a layer, which takes `per_token_s`."""
     geometry = setting.geometry
-    document = setting.workload.documents_at(End.EXPECTED)
+    document = documents_at(setting.workload, End.EXPECTED)
     speeds = setting.machine.speeds_in(document)
     forward = layer_forward(geometry, one.train, speeds, document)
     weights = f"{forward.weights:.10g}"
@@ -216,9 +217,9 @@ def _token_forward(one: predict.Prediction, setting: Setting, per_token_s: float
 
 
 def _exchanges(one: predict.Prediction) -> Iterator[str]:
-    if not one.exchanges:
+    if not one.exchanged:
         yield "none: there is one rank"
-    for each in one.exchanges:
+    for each in one.exchanged:
         exchange = each.exchange
         link = "between nodes" if each.crosses_nodes else "within nodes"
         yield (
@@ -272,5 +273,5 @@ def _run(one: predict.Prediction, setting: Setting) -> Iterator[str]:
         yield f"run = {steps}, with saves and validations{compiling}: {brief(one.run_s.value)}"
 
 
-def _band(figure: machine.Figure) -> str:
+def _band(figure: Figure) -> str:
     return f"between {figure.low:.4g} and {figure.high:.4g}"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline_lib.arch.config_json import refuse_quantized
 from pipeline_lib.arch.families import checked_geometry, geometry_in, published, read_geometry
@@ -44,10 +44,10 @@ from pipeline_lib.data.chat_template import repetition
 from pipeline_lib.hub.repository import Repository, is_commit
 from pipeline_lib.hub.snapshot import REVISIONS_NAME, Revisions, Snapshot
 from pipeline_lib.plan.amounts import expected_workload
-from pipeline_lib.plan.workload import Workload, workload_from
-
-if TYPE_CHECKING:
-    from pipeline_lib.data.blocks import BlockIndex
+from pipeline_lib.plan.workload import workload_from
+from pipeline_lib.records.data import LEDGER_NAME, BlockIndex, Ledger
+from pipeline_lib.records.plan import Workload
+from pipeline_lib.records.record import read_record
 
 # the files of a sealed shard stage that `read_blocks` reads
 BLOCK_SIZES = ("*/index.json", "*/costs.npy")
@@ -59,7 +59,7 @@ _TINY_VOCAB_MULTIPLE, _TINY_MLP_MULTIPLE, _TINY_POSITIONS = 128, 64, 4096
 class Blocks:
     """The sealed blocks of a config: the index of the training blocks, and their workload."""
 
-    training: "BlockIndex"
+    training: BlockIndex
     workload: Workload
 
 
@@ -238,10 +238,10 @@ def blocks_of(config: Config, store: Store) -> Blocks | None:
 
 def read_blocks(folder: Path) -> Blocks:
     """Return the content of the sealed shard stage in `folder`. Raise IntegrityError on damage."""
-    from pipeline_lib.data.blocks import BlockIndex, BlockReader
+    from pipeline_lib.data.blocks import BlockReader, read_index
 
     reader = BlockReader(folder / "train")
-    held_out = BlockIndex.read(folder / "validation")
+    held_out = read_index(folder / "validation")
     workload = workload_from(
         reader.index, reader.costs, reader.samples_per_block(), held_out.blocks
     )
@@ -271,12 +271,12 @@ def losses_of(config: Config, store: Store) -> list[str]:
         sealed = _sealed(config, store, "tokenize")
         if sealed is None:
             return []
-        from pipeline_lib.data.ledger import LEDGER_NAME, Losses
+        from pipeline_lib.data.ledger import too_many_left_out
 
-        losses = Losses.model_validate(read_json(sealed.file(LEDGER_NAME)))
-    except (IntegrityError, Unreadable, OSError, ValueError):
+        ledger = read_record(Ledger, sealed.file(LEDGER_NAME))
+    except (IntegrityError, Unreadable, OSError):
         return []
-    return list(losses.beyond(config.tokenize))
+    return list(too_many_left_out(ledger, config.tokenize))
 
 
 def is_sealed(config: Config, store: Store, part: str) -> bool:

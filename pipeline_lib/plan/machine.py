@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache, cached_property
-from typing import Any
 
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.units import from_gbyte_per_s, from_gibibytes, from_gigabytes, from_teraflops
+from pipeline_lib.records.plan import Figure, PlannedMachine, Rate
 
 # The catalogue of GPUs, by the names that users write and those that drivers report.
 #
@@ -368,24 +368,10 @@ class End(IntEnum):
     GOOD = 1
 
 
-@dataclass(frozen=True)
-class Rate:
-    """A value with its expected band and its source; `low` <= `value` <= `high`."""
-
-    value: float
-    low: float
-    high: float
-    source: str
-
-    @staticmethod
-    def around(value: float, fraction: float, source: str) -> "Rate":
-        """Return `value` with the band from value / (1 + fraction) to value * (1 + fraction)."""
-        return Rate(value, value / (1 + fraction), value * (1 + fraction), source)
-
-    def at(self, end: End, is_cost: bool) -> float:
-        """Return the value for `end`; of a cost in seconds the low end is the good one."""
-        ends = {End.BAD: self.low, End.EXPECTED: self.value, End.GOOD: self.high}
-        return ends[End(-end)] if is_cost else ends[end]
+def rate_at(rate: Rate, end: End, is_cost: bool) -> float:
+    """Return the value for `end`; of a cost in seconds the low end is the good one."""
+    ends = {End.BAD: rate.low, End.EXPECTED: rate.value, End.GOOD: rate.high}
+    return ends[End(-end)] if is_cost else ends[end]
 
 
 # A GPU takes as long to attend within a document of n tokens as a kernel at its full rate for n and
@@ -555,7 +541,9 @@ class Machine:
     @cached_property
     def _speeds(self) -> dict[End, Speeds]:
         return {
-            end: Speeds(**{name: rate.at(end, name in COSTS) for name, rate in self.rates.items()})
+            end: Speeds(
+                **{name: rate_at(rate, end, name in COSTS) for name, rate in self.rates.items()}
+            )
             for end in End
         }
 
@@ -566,50 +554,25 @@ class Machine:
         rate = Rate(value, old.low * factor, old.high * factor, "what if")
         return replace(self, rates={**self.rates, name: rate})
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the machine's entry in plan.json."""
-        return {
-            "name": self.name,
-            "nodes": self.nodes,
-            "ranks_per_node": self.ranks_per_node,
-            "gpu_memory_bytes": self.gpu_memory_bytes,
-            "peak_flop_s": self.peak_flop_s,
-            "host_memory_bytes": self.host_memory_bytes,
-            "assumed_host_memory_bytes": self.host_limit_bytes if self.is_host_assumed else None,
-            "rates": {name: asdict(rate) for name, rate in self.rates.items()},
-        }
+    def planned(self, measured_parts: int, other_parts: int) -> PlannedMachine:
+        """Return the machine's entry in plan.json.
+
+        The counts are of measured parts of models of this shape and of others.
+        """
+        return PlannedMachine(
+            name=self.name,
+            nodes=self.nodes,
+            ranks_per_node=self.ranks_per_node,
+            gpu_memory_bytes=self.gpu_memory_bytes,
+            peak_flop_s=self.peak_flop_s,
+            host_memory_bytes=self.host_memory_bytes,
+            assumed_host_memory_bytes=self.host_limit_bytes if self.is_host_assumed else None,
+            rates=dict(self.rates),
+            measured_parts=measured_parts,
+            other_parts=other_parts,
+        )
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A predicted number and its band, from `low` to `high`."""
-
-    value: float
-    low: float
-    high: float
-
-    @staticmethod
-    def of(values: Mapping[End, float]) -> "Figure":
-        """Build a figure from the three predictions; the smallest depends on the figure."""
-        return Figure(values[End.EXPECTED], min(values.values()), max(values.values()))
-
-    @staticmethod
-    def around(value: float, fraction: float) -> "Figure":
-        """Return `value` with the band from value * (1 - fraction) to value * (1 + fraction)."""
-        return Figure(value, value * (1 - fraction), value * (1 + fraction))
-
-    def __add__(self, other: "Figure") -> "Figure":
-        """Return the sum, whose band goes from the sum of the low ends to that of the high ends."""
-        return Figure(self.value + other.value, self.low + other.low, self.high + other.high)
-
-    def scaled(self, factor: float) -> "Figure":
-        """Return the figure times `factor`, which is not negative."""
-        return Figure(self.value * factor, self.low * factor, self.high * factor)
-
-    def inverse(self, amount: float) -> "Figure":
-        """Return `amount` divided by the figure: the rate of a time, or the time at a rate."""
-        return Figure(amount / self.value, amount / self.high, amount / self.low)
-
-    def holds(self, measured: float) -> bool:
-        """Return whether `measured` is within the band."""
-        return self.low <= measured <= self.high
+def figure_of(values: Mapping[End, float]) -> Figure:
+    """Build a figure from the three predictions; the smallest depends on the figure."""
+    return Figure(values[End.EXPECTED], min(values.values()), max(values.values()))

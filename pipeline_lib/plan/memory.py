@@ -1,9 +1,8 @@
 """Predict a rank's device memory, part by part, for every strategy; and its node's host memory."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from pipeline_lib.arch.geometry import FP32_BYTES, NF4_BYTES, Geometry
 from pipeline_lib.arch.layers import (
@@ -28,7 +27,7 @@ from pipeline_lib.plan.moments import (
     sharded_over,
 )
 from pipeline_lib.plan.trained import checkpoint_bytes, portions
-from pipeline_lib.records.plan import PlanDocument, known
+from pipeline_lib.records.plan import Memory, PlanDocument
 
 # The memory of a rank: state, and the largest of the moments (plan/moments.py).
 #
@@ -84,58 +83,6 @@ SNAKEMAKE_BYTES = 260_000_000
 # (ddp, fsdp and zero2 on one node, fp32) and unknown elsewhere; and for the code of libraries, 130
 # MB of a process, which is file cache that has to be read again where it has no room.
 _CPU_MARGIN, _LIBRARIES_BYTES = 0.3, 200_000_000
-
-
-@dataclass(frozen=True)
-class Memory:
-    """A rank's bytes on its device at a step's worst moment; `host_bytes` is what is offloaded.
-
-    `checkpoint_bytes` is the size of a whole checkpoint, `copied_bytes` what this rank copies to
-    host memory at a time. `cpu_rank_bytes` is all that the process of this rank holds at its peak
-    if its device is CPUs. `gathered_bytes` are weights of other ranks, or casts of the rank's own,
-    while in use. `exchanged_bytes` are gradients that are not reduced yet, with their buffers.
-    `loss_bytes` are logits and what is computed from them.
-    """
-
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    gathered_bytes: int
-    exchanged_bytes: int
-    activations_bytes: int
-    loss_bytes: int
-    reserve_bytes: int
-    host_bytes: int
-    checkpoint_bytes: int
-    copied_bytes: int
-    cpu_rank_bytes: int
-    moment: str
-    error: float  # of the prediction, as a fraction
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes kept between steps: weights, gradients (where they persist) and the optimizer's."""
-        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-
-    @property
-    def allocated_bytes(self) -> int:
-        """The peak that torch's allocator will report, in bytes."""
-        working = (
-            self.gathered_bytes + self.exchanged_bytes + self.activations_bytes + self.loss_bytes
-        )
-        return self.state_bytes + working
-
-    @property
-    def total_bytes(self) -> int:
-        """The memory that the device needs, in bytes."""
-        return self.allocated_bytes + self.reserve_bytes
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the parts and their sums, for plan.json."""
-        sums = {
-            name: getattr(self, name) for name in ("state_bytes", "allocated_bytes", "total_bytes")
-        }
-        return {field.name: getattr(self, field.name) for field in fields(self)} | sums
 
 
 @dataclass(frozen=True)
@@ -206,8 +153,8 @@ def host_need_of_plan(plan: PlanDocument) -> HostNeed:
     """Return the host memory that a node needs for the way to train that plan.json has chosen."""
     cluster = plan.cluster
     memory = plan.chosen_memory
-    ranks = Ranks(known(cluster.ranks), known(cluster.ranks) // known(cluster.nodes))
-    sizes = known(memory.host_bytes), known(memory.copied_bytes), known(memory.cpu_rank_bytes)
+    ranks = Ranks(cluster.ranks, cluster.ranks // cluster.nodes)
+    sizes = memory.host_bytes, memory.copied_bytes, memory.cpu_rank_bytes
     return host_need(*sizes, ranks, is_gpu=cluster.is_gpu)
 
 
@@ -231,6 +178,7 @@ def predict(
     copied = _copied(geometry, train, ranks, size)
     in_forward = max(moment.sum - moment.gradients for moment in moments if moment.name == AT_LOSS)
     on_cpus = _held_on_cpus(model, train, ranks, state, (of_step, in_forward), copied)
+    reserve = RESERVE_BYTES + round(_CUT_UP * allocated)
     return Memory(
         weights_bytes=state.weights,
         gradients_bytes=moment.gradients,
@@ -239,13 +187,16 @@ def predict(
         exchanged_bytes=moment.exchanged,
         activations_bytes=moment.activations,
         loss_bytes=moment.loss,
-        reserve_bytes=RESERVE_BYTES + round(_CUT_UP * allocated),
+        reserve_bytes=reserve,
         host_bytes=state.host_for_gpu + activations_on_host,
         checkpoint_bytes=size,
         copied_bytes=math.ceil(_SNAPSHOT * copied),
         cpu_rank_bytes=state.host + activations_on_host + on_cpus,
         moment=moment.name,
         error=_error_of(geometry, train, tokens),
+        state_bytes=state.weights + moment.gradients + state.optimizer + state.buffer,
+        allocated_bytes=allocated,
+        total_bytes=allocated + reserve,
     )
 
 

@@ -2,18 +2,17 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from pipeline_lib.core.units import brief, from_gigabytes, gib, gigabytes
 from pipeline_lib.plan.machine import Machine
-from pipeline_lib.plan.memory import Memory
 from pipeline_lib.plan.predict import (
     Prediction,
     host_bytes_of_node,
     lacks_host_memory,
     usable_fraction,
 )
+from pipeline_lib.records.plan import Lacks, Memory, PlannedNearMiss
 
 # A way is near if it needs at most so much more than a GPU, or the host, has. More is allowed where
 # the host's memory is assumed, since users may know better.
@@ -33,16 +32,10 @@ class NearMiss:
     host_bytes: int
     is_margin: bool
 
-    def as_json(self) -> dict[str, Any]:
+    def planned(self) -> PlannedNearMiss:
         """Return its entry in plan.json."""
-        entry = self.way.as_json()
-        del entry["segments"]
-        lacks = {
-            "gpu_bytes": self.gpu_bytes,
-            "host_bytes": self.host_bytes,
-            "is_margin": self.is_margin,
-        }
-        return {"lacks": lacks, "prediction": entry}
+        lacks = Lacks(self.gpu_bytes, self.host_bytes, self.is_margin)
+        return PlannedNearMiss(lacks, replace(self.way.planned(), segments=()))
 
     def briefly(self, machine: Machine) -> str:
         """Return what it lacks, in a few words."""

@@ -25,7 +25,7 @@ from pipeline_lib.plan.activations import Arithmetic, compute_bytes, exchanged_b
 from pipeline_lib.plan.machine import End, Machine, MeasuredPart, Pass, Speeds
 from pipeline_lib.plan.moments import Model
 from pipeline_lib.plan.trained import trained_shapes
-from pipeline_lib.plan.workload import Case
+from pipeline_lib.plan.workload import Case, documents_at
 
 # Seconds that compiling a layer, forward and backward, adds to a run: 6 to 20 for Qwen3-8B on one
 # H200, more elsewhere.
@@ -160,7 +160,7 @@ def _best_known(part: str, case: Case, end: End) -> Passes:
     geometry = case.geometry
     train = case.train
     workload = case.workload
-    documents = workload.documents_at(end)
+    documents = documents_at(workload, end)
     speeds = machine.speeds_in(documents, end)
     computed = formula(geometry, train, speeds, documents, workload.supervised_fraction)
     found = _measured(part, geometry, train, machine)

@@ -1,19 +1,27 @@
 """Predict what a way to train needs and takes."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
 
 from pipeline_lib.arch.geometry import step_flops
 from pipeline_lib.arch.layers import is_compiled
 from pipeline_lib.config.train import AUTO, CHOSEN_KEYS, Train, interval_steps
 from pipeline_lib.core.units import HOUR_S
-from pipeline_lib.plan.machine import End, Figure, Machine, Ranks
-from pipeline_lib.plan.memory import MARGIN, HostNeed, Memory, host_need, predict
+from pipeline_lib.plan.machine import End, Machine, Ranks, figure_of
+from pipeline_lib.plan.memory import MARGIN, HostNeed, host_need, predict
 from pipeline_lib.plan.passes import COMPILE_S
 from pipeline_lib.plan.saving import auto_apart_s, save_wait_s
 from pipeline_lib.plan.step_time import Exchanged, PhaseTime, StepTime, step_time
 from pipeline_lib.plan.workload import Case, in_words
+from pipeline_lib.records.plan import (
+    Bound,
+    Figure,
+    Memory,
+    Placement,
+    PlannedExchange,
+    PlannedWay,
+    Segment,
+)
 
 # Training: memory, time and network of one way to train, each figure with its band.
 
@@ -25,94 +33,22 @@ _TIME_ERROR = 0.1
 _SAVE_S = {End.BAD: 2.0, End.EXPECTED: 0.4, End.GOOD: 0.05}
 _COMPILING = (1.0, 0.3, 2.0)  # factors of COMPILE_S: expected, and at the ends of its band
 _NOTABLE = 0.2  # fraction of a step: waiting above it determines `bound`
-Bound = Literal["device", "host", "exchange", "offload"]
-Lane = Literal["compute", "exchange", "host"]
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A bar in the timeline of one step."""
+@dataclass(frozen=True, kw_only=True)
+class Prediction(PlannedWay):
+    """The prediction for one way to train, with what it was made from: settings and memory.
 
-    lane: Lane
-    name: str
-    start_s: float
-    duration_s: float
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One way to train on one machine.
-
-    Phases are those that train/step.py measures, and include their exchanges. `parts` are seconds
-    that add up to the expected step time. `network_bytes` is what a node sends to others in a step.
-    `run_s` is None while the number of steps is unknown. `fits` is the result of `fits()` for its
-    memory.
+    `exchanged` has what `exchanges` says in words. `fits` is the result of `fits()` for its memory.
     """
 
     train: Train
-    accumulation: int
     memory: Memory
-    peak_memory_bytes: Figure
-    needed_memory_bytes: Figure
-    forward_s: Figure
-    backward_s: Figure
-    update_s: Figure
-    step_s: Figure
-    tokens_per_s_per_rank: Figure
-    mfu: Figure | None
-    network_bytes: Figure
-    run_s: Figure | None
-    gpu_hours: Figure | None
-    checkpoint_bytes: int
-    checkpoint_s: Figure
-    parts: dict[str, float]
-    segments: tuple[Segment, ...]
-    exchanges: tuple[Exchanged, ...]
-    bound: Bound
-    fits: bool
+    exchanged: tuple[Exchanged, ...]
 
-    @property
-    def changes(self) -> dict[str, Any]:
-        """The keys that `strategy: auto` chooses, with their values."""
-        return {key: getattr(self.train, key) for key in ("strategy", *CHOSEN_KEYS)}
-
-    @property
-    def words(self) -> list[str]:
-        """The way in words, its strategy first."""
-        return in_words(self.train, self.accumulation)
-
-    def as_json(self) -> dict[str, Any]:
+    def planned(self) -> PlannedWay:
         """Return the prediction's entry in plan.json."""
-        figures = {
-            name: asdict(value) for name, value in vars(self).items() if isinstance(value, Figure)
-        }
-        unknown = {
-            name: None for name in ("mfu", "run_s", "gpu_hours") if getattr(self, name) is None
-        }
-        return {
-            "changes": self.changes,
-            "words": self.words,
-            "accumulation": self.accumulation,
-            **figures,
-            **unknown,
-            "checkpoint_bytes": self.checkpoint_bytes,
-            "parts": self.parts,
-            "segments": [asdict(segment) for segment in self.segments],
-            "exchanges": [
-                {
-                    "name": f"{one.exchange.kind} of {one.exchange.name}",
-                    "phase": one.exchange.phase,
-                    "payload_bytes": one.exchange.payload_bytes,
-                    "times": one.exchange.times,
-                    "link": "between nodes" if one.crosses_nodes else "within nodes",
-                    "seconds": one.seconds,
-                    "exposed_s": one.exposed_s,
-                }
-                for one in self.exchanges
-            ],
-            "bound": self.bound,
-            "fits": self.fits,
-        }
+        return PlannedWay(**{field.name: getattr(self, field.name) for field in fields(PlannedWay)})
 
 
 def memory_of(case: Case) -> Memory:
@@ -147,8 +83,13 @@ def predict_step(case: Case) -> Prediction:
     expected = times[End.EXPECTED]
     return Prediction(
         train=train,
-        accumulation=case.accumulation,
         memory=memory,
+        exchanged=expected.exchanged,
+        changes=Placement(
+            strategy=train.strategy, **{key: getattr(train, key) for key in CHOSEN_KEYS}
+        ),
+        words=tuple(in_words(train, case.accumulation)),
+        accumulation=case.accumulation,
         peak_memory_bytes=Figure.around(memory.allocated_bytes, memory.error),
         needed_memory_bytes=Figure.around(memory.total_bytes, memory.error),
         forward_s=forward_s,
@@ -157,19 +98,35 @@ def predict_step(case: Case) -> Prediction:
         step_s=step_s,
         tokens_per_s_per_rank=step_s.inverse(tokens / ranks.total),
         mfu=_mfu(case, tokens, step_s),
-        network_bytes=Figure.of(
+        network_bytes=figure_of(
             {end: sum(one.sent_bytes for one in time.exchanged) for end, time in times.items()}
         ),
         run_s=run_s,
         gpu_hours=run_s.scaled(ranks.total / HOUR_S) if run_s and machine.is_gpu else None,
         checkpoint_bytes=size,
-        checkpoint_s=Figure.of(save_s),
+        checkpoint_s=figure_of(save_s),
         parts=_parts(expected),
         segments=tuple(_segments(expected)),
-        exchanges=expected.exchanged,
+        exchanges=tuple(_described(one) for one in expected.exchanged),
         bound=_bound(expected),
         fits=fits(memory, machine),
     )
+
+
+def _described(one: Exchanged) -> PlannedExchange:
+    return PlannedExchange(
+        name=_name_of(one),
+        phase=one.exchange.phase,
+        payload_bytes=one.exchange.payload_bytes,
+        times=one.exchange.times,
+        link="between nodes" if one.crosses_nodes else "within nodes",
+        seconds=one.seconds,
+        exposed_s=one.exposed_s,
+    )
+
+
+def _name_of(one: Exchanged) -> str:
+    return f"{one.exchange.kind} of {one.exchange.name}"
 
 
 def fits(memory: Memory, machine: Machine) -> bool:
@@ -212,7 +169,7 @@ def lacks_host_memory(memory: Memory, machine: Machine) -> bool:
 
 def _seconds(values: Mapping[End, float]) -> Figure:
     """Build a figure in seconds, its band widened by the error that the rates do not explain."""
-    plain = Figure.of(values)
+    plain = figure_of(values)
     return Figure(plain.value, plain.low * (1 - _TIME_ERROR), plain.high * (1 + _TIME_ERROR))
 
 
@@ -249,7 +206,7 @@ def _run(case: Case, steps: int, forward_s: Figure, step_s: Figure, checkpoint_s
     validations = steps / interval_steps(every, epoch_steps) if every else 0.0
     blocks = case.workload.validation_blocks
     passes = validations * blocks / train.blocks_at_once(machine.ranks) / case.accumulation
-    return step_s.scaled(steps) + forward_s.scaled(passes) + Figure.of(copied)
+    return step_s.scaled(steps) + forward_s.scaled(passes) + figure_of(copied)
 
 
 def _saving(case: Case, steps: int, step_s: Figure, save_s: Mapping[End, float]) -> Figure:
@@ -263,12 +220,12 @@ def _saving(case: Case, steps: int, step_s: Figure, save_s: Mapping[End, float])
     apart = min(train.save_intervals(epoch_steps).values())
     meanwhile_s = {End.BAD: step_s.high, End.EXPECTED: step_s.value, End.GOOD: step_s.low}
     waits = {end: save_wait_s(train, save_s[end], apart * meanwhile_s[end]) for end in End}
-    waited = Figure.of({end: (saves - 1) * waits[end] + save_s[end] for end in End})
+    waited = figure_of({end: (saves - 1) * waits[end] + save_s[end] for end in End})
     if train.save_every_steps != AUTO:
         return waited
     apart_s = {end: auto_apart_s(train, save_s[end]) for end in End}
     auto_saves = {end: steps * meanwhile_s[end] // apart_s[end] for end in End}
-    return waited + Figure.of(
+    return waited + figure_of(
         {end: auto_saves[end] * save_wait_s(train, save_s[end], apart_s[end]) for end in End}
     )
 
@@ -312,11 +269,7 @@ def _segments(time: StepTime) -> list[Segment]:
         at_s = start_s
         for one in time.exchanged:
             if one.exchange.phase == name and one.seconds:
-                found.append(
-                    Segment(
-                        "exchange", f"{one.exchange.kind} of {one.exchange.name}", at_s, one.seconds
-                    )
-                )
+                found.append(Segment("exchange", _name_of(one), at_s, one.seconds))
                 at_s += one.seconds
         start_s += phase.total_s
     return [segment for segment in found if segment.duration_s > 0]

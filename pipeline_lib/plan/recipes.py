@@ -17,14 +17,14 @@ from pipeline_lib.config.train import held_keys
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.units import HOUR_S, brief, gib, gigabytes, gpu_hours
 from pipeline_lib.plan.answer import Question, answer
-from pipeline_lib.plan.machine import Figure, Machine
+from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.one_node import way_on_one_node
 from pipeline_lib.plan.predict import Prediction, host_bytes_of_node
 from pipeline_lib.plan.show import banded
 from pipeline_lib.plan.trained import checkpoint_bytes
 from pipeline_lib.plan.words import describe
-from pipeline_lib.plan.workload import Workload
-from pipeline_lib.records import plan as document
+from pipeline_lib.plan.workload import assumed_workload
+from pipeline_lib.records.plan import Figure
 
 RECIPES = Path("config/recipes")
 PAGE = Path("docs/recipes.md")
@@ -115,7 +115,7 @@ def read_recipe(path: Path) -> Recipe:
         train=config.train,
         cluster=config.cluster,
         tracking=config.tracking,
-        workload=Workload.assumed(config),
+        workload=assumed_workload(config),
         blocks=None,
         held=held_keys(config.train),
         measured=None,
@@ -171,7 +171,7 @@ def _rows(recipe: Recipe) -> Iterator[tuple[str, str]]:
     trained = "all trained"
     if train.method == "lora":
         trained = f"{recipe.geometry.trained_parameters(train):,} trained in adapters"
-    workload = Workload.assumed(recipe.config)
+    workload = assumed_workload(recipe.config)
     step_tokens = (
         train.batch_blocks(workload.block_tokens, workload.samples_per_block)
         * workload.block_tokens
@@ -215,7 +215,7 @@ def _one_node(recipe: Recipe) -> str:
 
 
 def _banded(figure: Figure, show: Callable[[float], str]) -> str:
-    return banded(document.Figure(value=figure.value, low=figure.low, high=figure.high), show)
+    return banded(figure, show)
 
 
 def _speed(figure: Figure) -> str:

@@ -24,9 +24,10 @@ from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.train import AUTO, Train, in_file
 from pipeline_lib.core.units import gib
 from pipeline_lib.plan.machine import Ranks
-from pipeline_lib.plan.memory import Memory, predict
+from pipeline_lib.plan.memory import predict
 from pipeline_lib.plan.predict import usable_fraction
 from pipeline_lib.plan.search import is_legal
+from pipeline_lib.records.plan import Memory
 
 AT_MOST = 3
 # Expected cost as a fraction of the step time; only the order matters. Measured on 8 H200: halving

@@ -34,7 +34,7 @@ from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.train import AUTO, Train
 from pipeline_lib.plan.context import sharing_counts
 from pipeline_lib.plan.machine import End, Machine, Ranks
-from pipeline_lib.plan.memory import Memory, host_need_with_copies
+from pipeline_lib.plan.memory import host_need_with_copies
 from pipeline_lib.plan.near import NearMiss, is_near, near_miss
 from pipeline_lib.plan.passes import COMPILE_S
 from pipeline_lib.plan.predict import (
@@ -46,7 +46,8 @@ from pipeline_lib.plan.predict import (
     predict_step,
 )
 from pipeline_lib.plan.step_time import step_time
-from pipeline_lib.plan.workload import Case, Workload, free_keys, settled
+from pipeline_lib.plan.workload import Case, free_keys, settled
+from pipeline_lib.records.plan import Memory, Workload
 
 # Predictions cannot separate ways to train whose step times differ by less than this fraction; the
 # simplest of them is taken. The band is wider on CPUs: what separates strategies (casts, launches,

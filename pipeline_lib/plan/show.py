@@ -7,7 +7,6 @@ content, so that a plan can be shown again later.
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import StringIO
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -35,9 +34,8 @@ from pipeline_lib.records.plan import (
     Memory,
     PlanDocument,
     PlannedBatch,
-    Prediction,
+    PlannedWay,
     bound_in_words,
-    known,
 )
 
 WIDTH = 100
@@ -47,21 +45,18 @@ _NOT_KNOWN = "not known: set cluster.gpu"
 Row = tuple[str, str]
 
 
-def render(content: Mapping[str, Any], is_detailed: bool = False) -> str:
-    """Return the plan, a plan.json's content, as text: the answers; with `is_detailed` all else."""
-    plan = PlanDocument.model_validate(content)
+def render(plan: PlanDocument, is_detailed: bool = False) -> str:
+    """Return the plan as text: the answers; with `is_detailed` all else."""
     return "\n".join([_title(plan), "", _text(_pairs(_answers(plan))), *_below(plan, is_detailed)])
 
 
 def render_what_if(
-    content: Mapping[str, Any],
-    changed_content: Mapping[str, Any],
+    plan: PlanDocument,
+    changed: PlanDocument,
     flags: Iterable[str],
     is_detailed: bool = False,
 ) -> str:
     """Return both plans' main figures side by side, then the changed one's strategies, advice."""
-    plan = PlanDocument.model_validate(content)
-    changed = PlanDocument.model_validate(changed_content)
     table = Table(
         "", "as configured", "what if " + ", ".join(flags), box=None, padding=(0, 2, 0, 0)
     )
@@ -78,8 +73,6 @@ def render_what_if(
 
 def banded(figure: Figure, show: Callable[[float], str]) -> str:
     """Format a figure with its band, `1.24 s (1.10 to 1.41)`, or without it if all are equal."""
-    if figure.value is None or figure.low is None or figure.high is None:
-        return "not known"
     value = show(figure.value)
     low = show(figure.low)
     high = show(figure.high)
@@ -101,11 +94,11 @@ def _machines(plan: PlanDocument) -> str:
     cluster = plan.cluster
     if not cluster.is_gpu:
         return _ranks(plan)
-    nodes = known(cluster.nodes)
-    ranks = known(cluster.ranks)
-    name = plan.machine.name
-    each = ranks // nodes
-    gpus = f"{each} x {name}" if name else f"{count(each, 'GPUs')} of unknown kind"
+    nodes = cluster.nodes
+    each = cluster.ranks // nodes
+    gpus = f"{count(each, 'GPUs')} of unknown kind"
+    if plan.machine is not None:
+        gpus = f"{each} x {plan.machine.name}"
     return f"{f'{nodes} nodes of ' if nodes != 1 else ''}{gpus}"
 
 
@@ -128,13 +121,13 @@ _LABELS = {FITS: "FITS", TIGHT: "TIGHT", TOO_LARGE: "TOO LARGE", NOT_CHECKED: "M
 def _answers(plan: PlanDocument) -> list[Row]:
     summary = plan.summary
     rows = [
-        (_LABELS.get(summary.verdict or "", "MEMORY"), _fit(plan)),
-        ("TIME", _time(plan) if plan.has_prediction else _NOT_KNOWN),
+        (_LABELS[summary.verdict], _fit(plan)),
+        ("TIME", _time(plan, plan.prediction) if plan.prediction else _NOT_KNOWN),
         ("MONEY", _money(plan)),
         ("STEPS", _steps(plan)),
         ("WAY", summary.way),
         ("ASSUMED", "; ".join(summary.assumed)),
-        ("SAMPLES", plan.words.repetition or ""),
+        ("SAMPLES", plan.words.repetition),
         *(("WARNING", text) for text in plan.words.warnings),
         ("WARNING", _slow_saves(plan)),
         (
@@ -149,16 +142,17 @@ def _fit(plan: PlanDocument) -> str:
     """Return the memory that a rank and the host of a node need, of what they have."""
     machine = plan.machine
     memory = plan.chosen_memory
-    device_bytes = plan.machine.gpu_memory_bytes
+    device_bytes = plan.gpu_memory_bytes
     needed = _needed_bytes(plan, memory)
     text = f"{gib(needed)} a {'GPU' if plan.cluster.is_gpu else 'rank'}"
     if device_bytes:
         free = 1 - needed / device_bytes
         left = f"{100 * free:.0f}% free" if free >= 0 else f"{gib(needed - device_bytes)} too much"
         text = f"{_of(gib(needed), gib(device_bytes))} a GPU ({left})"
-    host = rounded(known(plan.summary.host_needed_bytes) / GIGA, "GB")
-    assumed = machine.assumed_host_memory_bytes
-    if limit := machine.host_memory_bytes or assumed:
+    host = rounded(plan.summary.host_needed_bytes / GIGA, "GB")
+    assumed = machine.assumed_host_memory_bytes if machine else None
+    limit = (machine.host_memory_bytes if machine else None) or assumed
+    if limit:
         host = _of(host, rounded(limit / GIGA, "GB")) + (
             " (assumed: set cluster.memory_gb)" if assumed else ""
         )
@@ -173,14 +167,13 @@ def _of(used: str, has: str) -> str:
     return f"{number if has.endswith(f' {unit}') else used} of {has}"
 
 
-def _time(plan: PlanDocument) -> str:
-    found = plan.prediction
+def _time(plan: PlanDocument, found: PlannedWay) -> str:
     speed = (
-        f"{known(found.tokens_per_s_per_rank.value):,.0f} tokens/s a "
+        f"{found.tokens_per_s_per_rank.value:,.0f} tokens/s a "
         f"{'GPU' if plan.cluster.is_gpu else 'rank'}"
     )
     duration = ""
-    if found.run_s.value is not None:
+    if found.run_s is not None:
         duration = f", {_inserted(found.run_s, brief, 'in all')}"
     return (
         f"{_inserted(found.step_s, brief, 'a step')}, {speed}{duration}; bound by "
@@ -195,9 +188,9 @@ def _money(plan: PlanDocument) -> str:
     if price is None or not plan.cluster.is_gpu:
         return ""
     hour = f"{price:,.2f} a GPU-hour"
-    if cost.value is None:
-        return f"{price * known(plan.cluster.ranks):,.2f} an hour, at {hour}"
-    hours = gpu_hours(known(plan.prediction.gpu_hours.value))
+    if cost is None or plan.prediction is None or plan.prediction.gpu_hours is None:
+        return f"{price * plan.cluster.ranks:,.2f} an hour, at {hour}"
+    hours = gpu_hours(plan.prediction.gpu_hours.value)
     return f"{banded(cost, lambda value: f'{value:,.2f}')} for the training: {hours} at {hour}"
 
 
@@ -210,11 +203,11 @@ def _inserted(figure: Figure, show: Callable[[float], str], words: str) -> str:
 def _steps(plan: PlanDocument) -> str:
     batch = plan.batch
     steps = plan.summary.steps
-    each = f"{known(batch.tokens_per_step):,} tokens"
+    each = f"{batch.tokens_per_step:,} tokens"
     epochs = _counted(batch.epochs, "epoch")
     if batch.samples_per_step is not None:
         each += f" ({count(batch.samples_per_step, 'samples')})"
-    if steps.value is None:
+    if steps is None:
         return f"{each} a step, {epochs}; the number of steps is known after packing"
     many = count(steps.value, "optimizer steps")
     if steps.low != steps.high:
@@ -234,7 +227,7 @@ def _below(plan: PlanDocument, is_detailed: bool) -> list[str]:
     return [*lines, *_details(plan)] if is_detailed else lines
 
 
-def _sentences(sentences: list[str]) -> str:
+def _sentences(sentences: Iterable[str]) -> str:
     return _text(_pairs([("-", sentence) for sentence in sentences]))
 
 
@@ -242,7 +235,7 @@ def _sentences(sentences: list[str]) -> str:
 
 
 def _details(plan: PlanDocument) -> list[str]:
-    lines = ["", _text(_pairs([("why", plan.words.chosen or ""), *_figures(plan)]))]
+    lines = ["", _text(_pairs([("why", plan.words.chosen), *_figures(plan)]))]
     if plan.words.others:
         lines += ["", "the other strategies", _sentences(plan.words.others)]
     if plan.stages:
@@ -263,18 +256,18 @@ def _figures(plan: PlanDocument) -> Iterator[Row]:
         yield "steps", f"{batch.steps_per_epoch:,} in the first epoch, whose last step has {last}"
     elif plan.words.steps:
         yield "steps", plan.words.steps
-    if plan.has_prediction:
-        step_s = known(found.step_s.value)
+    if found is not None:
+        step_s = found.step_s.value
         parts = {
             name: spent_s
             for name, spent_s in found.parts.items()
             if spent_s and spent_s > _LEAST_PART * step_s
         }
         yield from _bars("step time", parts, step_s, brief)
-        yield "speed", _speed(plan)
-        if found.gpu_hours.value is not None:
+        yield "speed", _speed(plan, found)
+        if found.gpu_hours is not None:
             yield "run", banded(found.gpu_hours, gpu_hours)
-        yield from _network(plan)
+        yield from _network(plan, found)
     yield from _memory(plan)
     yield from _disk(plan)
 
@@ -283,7 +276,7 @@ def _ranks(plan: PlanDocument) -> str:
     cluster = plan.cluster
     machine = plan.machine
     kind = "GPUs of unknown kind" if cluster.is_gpu else "CPUs"
-    if machine.gpu_memory_bytes:
+    if machine is not None and machine.gpu_memory_bytes:
         kind = f"{machine.name} of {gib(machine.gpu_memory_bytes)}"
     nodes = f"{cluster.nodes} nodes, " if cluster.nodes != 1 else ""
     threads = cluster.cpus_per_rank
@@ -292,6 +285,8 @@ def _ranks(plan: PlanDocument) -> str:
 
 def _rates(plan: PlanDocument) -> list[Row]:
     machine = plan.machine
+    if machine is None:
+        return []
     measured = [name for name, rate in machine.rates.items() if rate.source == "measured"]
     if not measured:
         return []  # the answers say what is assumed
@@ -340,25 +335,24 @@ def _counted(number: float | None, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _speed(plan: PlanDocument) -> str:
-    found = plan.prediction
+def _speed(plan: PlanDocument, found: PlannedWay) -> str:
     speed = banded(found.tokens_per_s_per_rank, lambda each: f"{each:,.0f} tokens/s")
     speed += f" a {'GPU' if plan.cluster.is_gpu else 'rank'}"
-    if found.mfu.value is not None:
+    if found.mfu is not None:
         # Others count all of the attention's products, or fp8 against its own peak, which is twice
         # that of bf16.
-        of_peak = " of bf16's peak" if (plan.train or {}).get("precision") == "fp8" else ""
+        of_peak = " of bf16's peak" if plan.train.get("precision") == "fp8" else ""
         speed += (
             f"; causal MFU {banded(found.mfu, lambda fraction: f'{fraction * 100:.1f}%')}{of_peak}"
         )
     return speed
 
 
-def _network(plan: PlanDocument) -> list[Row]:
-    if plan.cluster.nodes == 1:
+def _network(plan: PlanDocument, found: PlannedWay) -> list[Row]:
+    if plan.machine is None or plan.cluster.nodes == 1:
         return []
-    rate = known(plan.machine.rates["between_bytes_s"].value)
-    sent = banded(plan.prediction.network_bytes, gigabytes)
+    rate = plan.machine.rates["between_bytes_s"].value
+    sent = banded(found.network_bytes, gigabytes)
     return [("network", f"{sent} sent by each node in a step, at {gbit_per_s(rate)}")]
 
 
@@ -368,7 +362,7 @@ def _memory(plan: PlanDocument) -> list[Row]:
     sizes = {
         part: getattr(memory, f"{part}_bytes") for part in PARTS if is_gpu or part != "reserve"
     }
-    whole = max(_needed_bytes(plan, memory), plan.machine.gpu_memory_bytes or 0)
+    whole = max(_needed_bytes(plan, memory), plan.gpu_memory_bytes or 0)
     peak = (
         f"{_needed(plan, memory, plan.prediction)} a {'GPU' if is_gpu else 'rank'}; peak "
         f"{memory.moment}"
@@ -376,28 +370,28 @@ def _memory(plan: PlanDocument) -> list[Row]:
     return [("memory", peak), *_bars("", sizes, whole, gib)]
 
 
-def _needed(plan: PlanDocument, memory: Memory, predicted: Prediction) -> str:
-    if plan.cluster.is_gpu and predicted.step_s.value is not None:
+def _needed(plan: PlanDocument, memory: Memory, predicted: PlannedWay | None) -> str:
+    if plan.cluster.is_gpu and predicted is not None:
         return banded(predicted.needed_memory_bytes, gib)
     return gib(_needed_bytes(plan, memory))
 
 
 def _needed_bytes(plan: PlanDocument, memory: Memory) -> int:
     """Return the bytes that a rank needs; only GPUs need the reserve."""
-    return known(memory.total_bytes if plan.cluster.is_gpu else memory.allocated_bytes)
+    return memory.total_bytes if plan.cluster.is_gpu else memory.allocated_bytes
 
 
 def _disk(plan: PlanDocument) -> list[Row]:
     disk = plan.disk
-    train = read_train(plan.train or {})
+    train = read_train(plan.train)
     found = plan.prediction
-    takes = f", {banded(found.checkpoint_s, brief)} to write" if plan.has_prediction else ""
+    takes = f", {banded(found.checkpoint_s, brief)} to write" if found else ""
     does = "goes on" if plan.chosen.save_async else "waits"
     return [
         (
             "checkpoint",
-            f"{gigabytes(known(disk.checkpoint_bytes))} each{takes}, {train.intervals_in_words}, "
-            f"while the training {does}; {gigabytes(known(disk.needed_bytes))} for "
+            f"{gigabytes(disk.checkpoint_bytes)} each{takes}, {train.intervals_in_words}, "
+            f"while the training {does}; {gigabytes(disk.needed_bytes)} for "
             f"{train.kept_in_words}",
         )
     ]
@@ -405,19 +399,16 @@ def _disk(plan: PlanDocument) -> list[Row]:
 
 def _slow_saves(plan: PlanDocument) -> str:
     """Return the warning that the training is expected to wait for its checkpoints, or nothing."""
-    train = read_train(plan.train or {})
+    train = read_train(plan.train)
     steps = plan.batch.steps
     epoch_steps = plan.batch.steps_per_epoch
-    if (
-        not plan.has_prediction
-        or steps is None
-        or epoch_steps is None
-        or train.saves(steps, epoch_steps) <= 1
-    ):
+    found = plan.prediction
+    if found is None or steps is None or epoch_steps is None:
         return ""
-    save_s = known(plan.prediction.checkpoint_s.value)
-    step_s = known(plan.prediction.step_s.value)
-    return slow_saves(train, epoch_steps, known(plan.disk.checkpoint_bytes), save_s, step_s)
+    if train.saves(steps, epoch_steps) <= 1:
+        return ""
+    save_s = found.checkpoint_s.value
+    return slow_saves(train, epoch_steps, plan.disk.checkpoint_bytes, save_s, found.step_s.value)
 
 
 def _bars(
@@ -442,11 +433,11 @@ def _bars(
 
 def _strategies(plan: PlanDocument) -> Table:
     """Return a table of the best way to train per strategy: the chosen, starred, then fastest."""
-    chosen = plan.chosen.strategy or ""
-    found = {**plan.others, chosen: plan.prediction}
-    others = sorted(
-        plan.others, key=lambda name: (not found[name].fits, found[name].step_s.value or 0.0)
-    )
+    chosen = plan.chosen.strategy
+    found = dict(plan.others)
+    others = sorted(found, key=lambda name: (not found[name].fits, found[name].step_s.value))
+    if plan.prediction is not None:
+        found[chosen] = plan.prediction
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("", "strategy", "memory", "step time"):
         table.add_column(name, no_wrap=True)
@@ -474,7 +465,7 @@ def _stages(plan: PlanDocument) -> Table:
         table.add_row(
             need.stage,
             f"{gpus}{count(need.cpus, 'CPUs')}",
-            f"{on_gpu}{gigabytes(need.host_bytes or 0)}",
+            f"{on_gpu}{gigabytes(need.host_bytes)}",
             gigabytes(need.disk_bytes) if need.disk_bytes else "",
             brief(need.work_s) if need.work_s else "",
         )
@@ -486,7 +477,7 @@ def _main_figures(plan: PlanDocument) -> dict[str, str]:
     (verdict, fit), *answers = _answers(plan)
     figures = [
         ("batch", _batch(plan.batch)),
-        *(_network(plan) if plan.has_prediction else []),
+        *(_network(plan, plan.prediction) if plan.prediction else []),
         *_disk(plan),
     ]
     rows = {

@@ -14,13 +14,15 @@ from pipeline_lib.core.errors import ConfigError, DataError, DiskFull
 from pipeline_lib.core.files import write_json, write_text
 from pipeline_lib.core.run_folder import PLAN_NAME
 from pipeline_lib.core.stage import Job
-from pipeline_lib.data.blocks import BlockIndex
+from pipeline_lib.data.blocks import read_index
 from pipeline_lib.plan.answer import Question, answer, run_of
 from pipeline_lib.plan.cluster import read_measured
 from pipeline_lib.plan.known import BLOCK_SIZES, read_blocks, repetition_in
 from pipeline_lib.plan.preflight import no_room
 from pipeline_lib.plan.show import render
 from pipeline_lib.plan.stages import stored_bytes
+from pipeline_lib.records.data import BlockIndex
+from pipeline_lib.records.record import to_json
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -33,7 +35,7 @@ def run(job: Job) -> dict[str, Any]:
     shard = job.inputs["shard"].folder(*BLOCK_SIZES)
     geometry = read_geometry(job.inputs["model"].folder("config.json")).stretched(rope_in(settings))
     blocks = read_blocks(shard)
-    held_out = BlockIndex.read(shard / "validation")
+    held_out = read_index(shard / "validation")
     _refuse_misfit(
         geometry, blocks.training, max(blocks.training.largest_token, held_out.largest_token)
     )
@@ -53,16 +55,16 @@ def run(job: Job) -> dict[str, Any]:
     )
     found = answer(question)
     plan = found.content
-    table = render(found.content)
+    table = render(plan)
     job.say(table)
     if found.refusal is not None:
-        raise ConfigError(f"experiment {plan['experiment']!r}", [found.refusal])
+        raise ConfigError(f"experiment {plan.experiment!r}", [found.refusal])
     sizes = stored_bytes(run_of(question), is_downloaded=True)
     if problem := no_room(sizes, training_of(job.spec), job.store):
         raise DiskFull(f"{job.store.root}: {problem}")
-    write_json(job.out / PLAN_NAME, plan)
+    write_json(job.out / PLAN_NAME, to_json(plan))
     write_text(job.out / "plan.txt", table + "\n")
-    return {"steps": plan["batch"]["steps"], "tokens_per_step": plan["batch"]["tokens_per_step"]}
+    return {"steps": plan.batch.steps, "tokens_per_step": plan.batch.tokens_per_step}
 
 
 def _refuse_misfit(geometry: Geometry, index: BlockIndex, largest_token: int) -> None:

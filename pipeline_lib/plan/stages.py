@@ -25,10 +25,10 @@ from pipeline_lib.plan.evaluation import (
     scoring_gpus,
     will_load_once,
 )
-from pipeline_lib.plan.machine import End, Figure, Machine
+from pipeline_lib.plan.machine import End, Machine
 from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES
 from pipeline_lib.plan.trained import checkpoint_bytes
-from pipeline_lib.plan.workload import Workload
+from pipeline_lib.records.plan import Figure, Need, Workload
 
 # All stages but the training get the time of their work at the slow end of usual rates. One process
 # reads and writes 200 MB/s on a network file system. One core hashes 400 MB/s without SHA
@@ -55,24 +55,6 @@ ADAPTERS_IN_PROOF_BYTES = GIB
 # bf16.
 _FP32_SLOWDOWN = 16
 _UNKNOWN_PARAMETERS = 10**10
-
-
-@dataclass(frozen=True)
-class Need:
-    """What a stage needs: memory of host and GPUs, what it writes to the store, and work seconds.
-
-    `disk_bytes` and `work_s` are None if they are not known; `work_s` is at the slow end of usual
-    rates.
-    """
-
-    stage: str
-    cpus: int
-    host_bytes: int
-    work_s: float | None = None
-    gpus: int = 0
-    gpu_bytes: int = 0
-    disk_bytes: int | None = None
-    note: str = ""
 
 
 @dataclass(frozen=True)

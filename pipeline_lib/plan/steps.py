@@ -6,7 +6,6 @@ No numpy is loaded before there are blocks, since a plan can be made without any
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from pipeline_lib.config.checks import has_few_blocks, more_than_one, warmup_problem
 from pipeline_lib.config.schema import Config
@@ -14,11 +13,8 @@ from pipeline_lib.config.train import AUTO, Train
 from pipeline_lib.core import units
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.plan.amounts import amounts_of, expected_workload
-from pipeline_lib.plan.workload import Workload
-
-if TYPE_CHECKING:
-    from pipeline_lib.data.blocks import BlockIndex
-    from pipeline_lib.data.order import BlockGroup
+from pipeline_lib.records.data import BlockGroup, BlockIndex
+from pipeline_lib.records.plan import PlannedBatch, Workload
 
 # by which the samples of a step, and the ranks' shares of it, may differ from what is asked for
 MOST_OFF = 0.1
@@ -28,37 +24,10 @@ _BLOCK_UNIT = 16  # tokens that offered lengths of a block are multiples of
 _SHORTER = "shard.block_tokens (and tokenize.max_tokens)"  # blocks have room for the longest sample
 
 
-@dataclass(frozen=True)
-class BatchPlan:
-    """The division of the blocks into optimizer steps.
-
-    `epoch_blocks` and `steps_per_epoch` are for the first epoch, and `last_step_blocks` is the size
-    of its last step; with fractional weights, later epochs may have a few blocks more. `steps` is
-    for the whole run. Samples and supervised tokens of a step are means. Fields that depend on the
-    blocks are None while there are none.
-    """
-
-    block_tokens: int
-    global_batch_blocks: int
-    micro_batch_blocks: int
-    accumulation: int
-    epochs: float
-    tokens_per_step: int
-    blocks: int | None = None
-    epoch_blocks: int | None = None
-    validation_blocks: int | None = None
-    steps_per_epoch: int | None = None
-    steps: int | None = None
-    last_step_blocks: int | None = None
-    padding_fraction: float | None = None
-    samples_per_step: float | None = None
-    supervised_tokens_per_step: float | None = None
-
-
-def batch_without_data(train: Train, ranks: int, workload: Workload) -> BatchPlan:
+def batch_without_data(train: Train, ranks: int, workload: Workload) -> PlannedBatch:
     """Return the batch plan as far as it is known before there are blocks."""
     batch_blocks = train.batch_blocks(workload.block_tokens, workload.samples_per_block)
-    return BatchPlan(
+    return PlannedBatch(
         block_tokens=workload.block_tokens,
         global_batch_blocks=batch_blocks,
         micro_batch_blocks=train.micro_batch_blocks,
@@ -72,8 +41,8 @@ def batch_without_data(train: Train, ranks: int, workload: Workload) -> BatchPla
 
 
 def plan_batches(
-    train: Train, ranks: int, training: "BlockIndex | None", workload: Workload
-) -> BatchPlan:
+    train: Train, ranks: int, training: BlockIndex | None, workload: Workload
+) -> PlannedBatch:
     """Return the batch plan over `ranks` ranks for the blocks of `training`, by `workload`.
 
     Without blocks, it is that of `batch_without_data`. Raise DataError if the training blocks do
@@ -182,7 +151,7 @@ def is_shared_well(train: Train, at_once: int, blocks: int) -> bool:
     return idle <= (0 if train.global_batch_samples is None else MOST_OFF * (blocks + idle))
 
 
-def _nothing_to_train_on(groups: "list[BlockGroup]", epochs: float) -> DataError:
+def _nothing_to_train_on(groups: list[BlockGroup], epochs: float) -> DataError:
     held = ", ".join(f"{group.blocks} of weight {group.weight:g}" for group in groups)
     needed = min(math.ceil(1 / group.per_epoch) for group in groups)
     return DataError(
@@ -216,7 +185,7 @@ class Steps:
         )
 
     @classmethod
-    def of(cls, batch: BatchPlan) -> "Steps | None":
+    def of(cls, batch: PlannedBatch) -> "Steps | None":
         """Return the exact steps of `batch`; None while they are not known."""
         if batch.steps is None:
             return None
@@ -230,7 +199,7 @@ def _banded(steps: tuple[int, int, int]) -> str:
     return many if low == high else f"about {many} ({low:,} to {high:,})"
 
 
-def estimated_steps(config: Config, batch: BatchPlan, vocabulary: int | None) -> Steps | None:
+def estimated_steps(config: Config, batch: PlannedBatch, vocabulary: int | None) -> Steps | None:
     """Return the steps by the first rows of the files; None if `amounts_of` expects nothing.
 
     `vocabulary` is the size of the model's, None if it is not known.
@@ -295,7 +264,7 @@ def expected_misfit(config: Config, vocabulary: int | None) -> str | None:
 # Warnings about runs that are shorter than people think.
 
 
-def step_warnings(train: Train, batch: BatchPlan, steps: Steps, ranks: int) -> Iterator[str]:
+def step_warnings(train: Train, batch: PlannedBatch, steps: Steps, ranks: int) -> Iterator[str]:
     """Yield a warning, with a better value, for a short run and for what is due after its end."""
     low, value, high = steps.run
     if high < FEW_STEPS and train.until_step is None:
@@ -326,7 +295,7 @@ def _key(train: Train) -> str:
     return "global_batch_tokens" if train.global_batch_samples is None else "global_batch_samples"
 
 
-def _more_steps(train: Train, batch: BatchPlan, steps: int, ranks: int) -> str:
+def _more_steps(train: Train, batch: PlannedBatch, steps: int, ranks: int) -> str:
     """Return what makes FEW_STEPS steps of the data: a smaller batch if sharable, or epochs."""
     if train.max_steps is not None:
         return f"set train.max_steps to {FEW_STEPS} or more"

@@ -188,7 +188,7 @@ def _traffic(way: Prediction) -> str:
 
     An example is `all-gather of weights 4 x 3.1 GB between nodes; 8.2 s of waiting, ...`.
     """
-    slowest = sorted(way.exchanges, key=lambda each: -each.exposed_s)[:_NAMED_PARTS]
+    slowest = sorted(way.exchanged, key=lambda each: -each.exposed_s)[:_NAMED_PARTS]
     places = set()
     moved = []
     for exchange, crosses_nodes in (
@@ -273,7 +273,7 @@ def _freed(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
 def _faster_network(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
     """Yield the bandwidth between nodes that would hide as much communication as possible."""
     setting = wanted.setting
-    if not any(each.crosses_nodes for each in chosen.exchanges):
+    if not any(each.crosses_nodes for each in chosen.exchanged):
         return
     now = setting.machine.rates["between_bytes_s"].value
 

@@ -1,7 +1,7 @@
 """The training data in numbers, and the case that a prediction is of."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline_lib.arch.geometry import Geometry
@@ -16,13 +16,12 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.config.train import AUTO, CHOSEN_KEYS, Train
 from pipeline_lib.core.units import count
 from pipeline_lib.plan.machine import End, Machine, Ranks
-from pipeline_lib.records.plan import TO_A_BLOCK
+from pipeline_lib.records.data import BlockIndex
+from pipeline_lib.records.plan import TO_A_BLOCK, Workload
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from pipeline_lib.data.blocks import BlockIndex
 
 
 # Workload: the properties of the data that time and memory depend on, from the shards or assumed
@@ -32,63 +31,32 @@ if TYPE_CHECKING:
 _SHORT_DOCUMENT = 200.0  # tokens, as the questions and answers of instruction data have
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Blocks of `block_tokens` positions; fractions are relative to positions.
+def assumed_workload(config: Config) -> Workload:
+    """Return the assumption without data: 98 % full, half supervised, documents of a quarter.
 
-    `document_tokens` is the mean length of a document weighted by tokens, sum(n^2) / sum(n), which
-    the cost of attention is proportional to. `blocks` and `epoch_blocks` are None while there is no
-    data. `samples_per_block` is a mean over the blocks that an epoch uses. With `is_assumed`, all
-    but `block_tokens` is assumed; with `is_estimated`, lengths and supervised tokens are by the
-    first rows of the files. `document_band` has the least and the most that `document_tokens` may
-    be, where that is assumed.
+    They may be as short as short chats, or as long as the limit.
     """
+    block = config.shard.block_tokens
+    longest = min(config.tokenize.max_tokens, block)
+    document = max(1.0, longest / 4)
+    return Workload(
+        block_tokens=block,
+        real_fraction=0.98,
+        supervised_fraction=0.5,
+        document_tokens=document,
+        blocks=None,
+        epoch_blocks=None,
+        is_assumed=True,
+        samples_per_block=max(1.0, 0.98 * block / document),
+        document_band=(min(document, _SHORT_DOCUMENT), float(longest)),
+    )
 
-    block_tokens: int
-    real_fraction: float
-    supervised_fraction: float
-    document_tokens: float
-    blocks: int | None
-    epoch_blocks: int | None
-    validation_blocks: int = 0
-    is_assumed: bool = False
-    is_estimated: bool = False
-    samples_per_block: float = 1.0
-    document_band: tuple[float, float] | None = None
 
-    @staticmethod
-    def assumed(config: Config) -> "Workload":
-        """Return the assumption without data: 98 % full, half supervised, documents of a quarter.
-
-        They may be as short as short chats, or as long as the limit.
-        """
-        block = config.shard.block_tokens
-        longest = min(config.tokenize.max_tokens, block)
-        document = max(1.0, longest / 4)
-        return Workload(
-            block_tokens=block,
-            real_fraction=0.98,
-            supervised_fraction=0.5,
-            document_tokens=document,
-            blocks=None,
-            epoch_blocks=None,
-            is_assumed=True,
-            samples_per_block=max(1.0, 0.98 * block / document),
-            document_band=(min(document, _SHORT_DOCUMENT), float(longest)),
-        )
-
-    def documents_at(self, end: End) -> float:
-        """Return `document_tokens` at one end of its band; longer documents take longer."""
-        if self.document_band is None or end == End.EXPECTED:
-            return self.document_tokens
-        return self.document_band[0 if end == End.GOOD else 1]
-
-    def with_documents(self, tokens: float) -> "Workload":
-        """Return the workload with documents of another mean length, for what-if questions."""
-        samples = self.samples_per_block
-        if self.is_assumed:
-            samples = max(1.0, self.real_fraction * self.block_tokens / tokens)
-        return replace(self, document_tokens=tokens, samples_per_block=samples, document_band=None)
+def documents_at(workload: Workload, end: End) -> float:
+    """Return `document_tokens` at one end of its band; longer documents take longer."""
+    if workload.document_band is None or end == End.EXPECTED:
+        return workload.document_tokens
+    return workload.document_band[0 if end == End.GOOD else 1]
 
 
 def free_keys(train: Train, held: Collection[str]) -> frozenset[str]:
@@ -181,7 +149,7 @@ class Case:
 
 
 def workload_from(
-    index: "BlockIndex",
+    index: BlockIndex,
     costs: "NDArray[np.int64]",
     samples_per_block: float,
     validation_blocks: int = 0,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.units import HOUR_S
 from pipeline_lib.records.plan import PlanDocument
-from pipeline_lib.records.results import Step, Training
+from pipeline_lib.records.training import Step
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,33 @@ class Spent:
 
 
 def spent(
-    plan: PlanDocument, training: Training, steps: Sequence[Step], record: RunRecord
+    plan: PlanDocument | None,
+    steps: Sequence[Step],
+    record: RunRecord,
+    *,
+    world_size: int | None,
+    train_s: float | None,
 ) -> Spent | None:
-    """Return the cost by each attempt's events or else by step times; None if neither is known."""
+    """Return the cost by each attempt's events or else by `train_s`.
+
+    None if neither is known, or what the ranks run on.
+
+    Attempts whose events do not say how many ranks they had count with `world_size`, or as many as
+    are planned.
+    """
+    if plan is None:
+        return None
     device = "GPU" if plan.cluster.is_gpu else "CPU core"
-    per_rank = 1 if plan.cluster.is_gpu else plan.cluster.cpus_per_rank or 1
-    usual = (training.world_size or plan.cluster.ranks or 1) * per_rank
+    per_rank = 1 if plan.cluster.is_gpu else plan.cluster.cpus_per_rank
+    usual = (world_size or plan.cluster.ranks) * per_rank
     sizes = {attempt: event.get("world_size") for attempt, event in record.starts.items()}
     devices = {attempt: size * per_rank for attempt, size in sizes.items() if isinstance(size, int)}
     held_s = record.held_s
     if not any(held_s.values()):
-        seconds = training.train_s
-        return (
-            None if not seconds else Spent(device, usual, seconds, usual * seconds / HOUR_S, None)
-        )
-    used = sum(devices.get(step.attempt or 1, usual) * (step.step_s or 0.0) for step in steps)
+        if not train_s:
+            return None
+        return Spent(device, usual, train_s, usual * train_s / HOUR_S, None)
+    used = sum(devices.get(step.attempt, usual) * step.step_s for step in steps)
     total = sum(devices.get(attempt, usual) * seconds for attempt, seconds in held_s.items())
     return Spent(
         device=device,

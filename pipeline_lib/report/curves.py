@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline_lib.records.results import Step
+from pipeline_lib.records.training import Step
 
 MAX_POINTS = 2000
 COLUMNS = ("loss", "lr", "tokens_per_s", "grad_norm", "peak_memory_mb")

@@ -1,17 +1,12 @@
 """The facts of an experiment, read from the sealed directories of its stages."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, TypeVar
-
-from pydantic import ValidationError
 
 from pipeline_lib.config.stages import place_of
-from pipeline_lib.core.files import read_json, read_jsonl
-from pipeline_lib.core.lenient import Lenient, unusable
 from pipeline_lib.core.rank_use import PEAK_MEMORY, UTILIZATION, RankUse
 from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
 from pipeline_lib.core.run_record import RunRecord
@@ -19,50 +14,56 @@ from pipeline_lib.core.stage import Sealed
 from pipeline_lib.core.store import Manifest
 from pipeline_lib.data.how_to_call import Mode, modes_in
 from pipeline_lib.lineage.record import LineageLink, chain, settings_in
-from pipeline_lib.records.plan import PlanDocument, read_plan
-from pipeline_lib.records.results import (
+from pipeline_lib.records.data import (
+    INDEX_NAME,
+    LEDGER_NAME,
+    PREVIEW_NAME,
+    BlockIndex,
+    Ledger,
+    PreviewSample,
+)
+from pipeline_lib.records.evaluation import (
+    EVALUATION_NAME,
+    GENERATIONS_NAME,
+    SCORES_NAME,
     DocumentScore,
     Evaluation,
     Generation,
-    Index,
-    Ledger,
-    Parity,
-    PreviewSample,
-    Step,
-    Training,
+    Scores,
 )
+from pipeline_lib.records.merge import PARITY_NAME, Parity, Unproven, read_parity
+from pipeline_lib.records.plan import PlanDocument, read_plan_of_training
+from pipeline_lib.records.record import read_record, read_records
+from pipeline_lib.records.training import Step, Training, read_training, speed, training_time_s
 from pipeline_lib.report.cost import Spent, spent
 from pipeline_lib.report.plan_check import Compared, comparison, median, steps_here
 from pipeline_lib.report.statistics import LossGain, differences
 from pipeline_lib.report.wall_time import Span, wall_time
-from pipeline_lib.train.metrics import speed, training_time_s
-
-Read = TypeVar("Read", bound=Lenient)
 
 
 @dataclass(frozen=True)
 class Results:
     """What the stages of an experiment have made; empty where nothing is known.
 
-    `record` has only sound events.
+    `record` has only sound events. What is None was not made, or is damaged.
     """
 
     manifests: Mapping[str, Manifest] = field(default_factory=dict)
-    ledger: Ledger = Ledger()
-    train_index: Index = Index()
-    validation_index: Index = Index()
-    plan: PlanDocument = PlanDocument()
-    training: Training = Training()
+    ledger: Ledger | None = None
+    train_index: BlockIndex | None = None
+    validation_index: BlockIndex | None = None
+    plan: PlanDocument | None = None
+    training: Training | None = None
     steps: list[Step] = field(default_factory=list)
     record: RunRecord = RunRecord()
-    evaluation: Evaluation = Evaluation()
+    evaluation: Evaluation | None = None
     document_scores: list[DocumentScore] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
 
     @property
     def attempts(self) -> int:
         """The number of times the training was started, even if its steps were lost; at least 1."""
-        return max(len(self._started), self.training.attempts or 1)
+        return max(len(self._started), self.training.attempts if self.training else 1)
 
     @property
     def restarts(self) -> int:
@@ -80,7 +81,7 @@ class Results:
             for event in self.record.events
             if isinstance(number := event.get("attempt"), int)
         }
-        return started | {step.attempt or 1 for step in self.steps}
+        return started | {step.attempt for step in self.steps}
 
     @property
     def _continued(self) -> set[int]:
@@ -92,9 +93,21 @@ class Results:
         }
 
     @property
+    def scores(self) -> Scores | None:
+        """The scores of the models; None if they were not evaluated or nothing was held out."""
+        return self.evaluation.scores if self.evaluation else None
+
+    @property
     def spent(self) -> Spent | None:
         """The cost of the training in device hours."""
-        return spent(self.plan, self.training, self.steps, self.record)
+        training = self.training
+        return spent(
+            self.plan,
+            self.steps,
+            self.record,
+            world_size=training.world_size if training else None,
+            train_s=training.train_s if training else None,
+        )
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -114,9 +127,7 @@ class Results:
     @property
     def peak_memory_bytes(self) -> float | None:
         """The largest peak memory that a training step reported, of any rank."""
-        of_first = [
-            step.peak_memory_bytes for step in self.steps if step.peak_memory_bytes is not None
-        ]
+        of_first = [step.peak_memory_bytes for step in self.steps]
         return max([*of_first, *self.rank_use.peak_memory_bytes], default=None)
 
     @property
@@ -136,9 +147,14 @@ class ReportFacts(Results):
     """Everything that the report shows."""
 
     experiment: str
+    ledger: Ledger
+    train_index: BlockIndex
+    validation_index: BlockIndex
+    training: Training
+    evaluation: Evaluation
     links: list[LineageLink]
     preview: list[PreviewSample]
-    parity: Parity
+    parity: Parity | Unproven
 
     @property
     def modes(self) -> list[Mode]:
@@ -150,17 +166,17 @@ class ReportFacts(Results):
         """The first step of every restart, for those that left steps in the model."""
         first_steps: dict[int, int] = {}
         for step in self.steps:
-            first_steps.setdefault(step.attempt or 1, step.step)
+            first_steps.setdefault(step.attempt, step.step)
         later = list(first_steps.items())[1:]
         return [step for attempt, step in later if attempt not in self._continued]
 
     @property
     def validations(self) -> dict[int, float]:
-        """The loss on the held-out blocks by the step after which it was measured."""
+        """The loss on the held-out blocks by the step after which it was measured, if finite."""
         return {
             step.step: step.validation_loss
             for step in self.steps
-            if step.validation_loss is not None
+            if step.validation_loss is not None and math.isfinite(step.validation_loss)
         }
 
     @property
@@ -173,17 +189,19 @@ class ReportFacts(Results):
     @property
     def planned_steps(self) -> list[Step]:
         """The steps that ran as the plan describes, and not on another number of ranks."""
-        return steps_here(self.plan, self.steps, self.record)
+        return steps_here(self.plan, self.steps, self.record) if self.plan else self.steps
 
     @property
     def compared(self) -> list[Compared]:
         """The plan's figures against their measured values."""
+        if self.plan is None:
+            return []
         return comparison(self.plan, self.training, self.steps, self.record)
 
     @property
     def differences(self) -> list[LossGain]:
         """By how much the tuned model beats others on held-out documents, and if it is noise."""
-        return differences(self.evaluation.eval, self.document_scores)
+        return differences(self.scores, self.document_scores)
 
     @cached_property
     def spans(self) -> list[Span]:
@@ -210,61 +228,16 @@ def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> ReportFacts:
         experiment=experiment,
         manifests={part: inputs[part].manifest for part in sorted(inputs, key=place_of)},
         links=chain(inputs),
-        ledger=read_one(Ledger, tokenize.file("ledger.json")),
-        preview=read_rows(PreviewSample, tokenize.file("preview.json"), read_json),
-        train_index=read_one(Index, shard.file("train/index.json")),
-        validation_index=read_one(Index, shard.file("validation/index.json")),
-        plan=read_plan(train.file(PLAN_NAME)),
-        training=read_one(Training, train.file(SUMMARY_NAME)),
-        steps=read_rows(Step, train.file(METRICS_NAME), read_jsonl),
+        ledger=read_record(Ledger, tokenize.file(LEDGER_NAME)),
+        preview=read_records(PreviewSample, tokenize.file(PREVIEW_NAME)),
+        train_index=read_record(BlockIndex, shard.file(f"train/{INDEX_NAME}")),
+        validation_index=read_record(BlockIndex, shard.file(f"validation/{INDEX_NAME}")),
+        plan=read_plan_of_training(train.file(PLAN_NAME)),
+        training=read_training(train.folder(SUMMARY_NAME, METRICS_NAME)),
+        steps=read_records(Step, train.file(METRICS_NAME)),
         record=RunRecord.read_sound(train.file(EVENTS_NAME)),
-        evaluation=read_one(Evaluation, evaluate.file("metrics.json")),
-        document_scores=read_rows(DocumentScore, evaluate.file("scores.jsonl"), _read_whole),
-        generations=read_rows(Generation, evaluate.file("generations.jsonl"), read_jsonl),
-        parity=read_one(Parity, merge.file("parity.json")),
+        evaluation=read_record(Evaluation, evaluate.file(EVALUATION_NAME)),
+        document_scores=read_records(DocumentScore, evaluate.file(SCORES_NAME)),
+        generations=read_records(Generation, evaluate.file(GENERATIONS_NAME)),
+        parity=read_parity(merge.file(PARITY_NAME)),
     )
-
-
-def read_one(kind: type[Read], path: Path) -> Read:
-    """Return the parsed file at `path`, or an empty `kind` if there is no file.
-
-    Raise IntegrityError naming the file if it is damaged or of another schema.
-    """
-    return _parse(kind, path, _read(read_json, path)) if path.exists() else kind()
-
-
-def read_rows(kind: type[Read], path: Path, read: Callable[[Path], Any]) -> list[Read]:
-    """Return the parsed items of the list that `read` reads from `path`, or [] if there is no file.
-
-    Raise IntegrityError naming the file if it is damaged or of another schema.
-    """
-    return [_parse(kind, path, row) for row in _read(read, path)] if path.exists() else []
-
-
-def _read_whole(path: Path) -> list[Any]:
-    """Return the rows at `path`; none if any value is unknown, as the rest would mislead."""
-    rows = read_jsonl(path)
-    return rows if all(isinstance(row, dict) and None not in row.values() for row in rows) else []
-
-
-def _read(read: Callable[[Path], Any], path: Path) -> Any:
-    try:
-        return read(path)
-    except ValueError as error:
-        raise unusable(path, error) from error
-
-
-def _parse(kind: type[Read], path: Path, value: Any) -> Read:
-    try:
-        return kind.model_validate(_without_nulls(value))
-    except ValidationError as error:
-        raise unusable(path, error) from error
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return `value` without nulls, which stand for "not known", so that defaults apply."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value if item is not None]
-    return value

@@ -3,7 +3,8 @@
 from bokeh.models import ColumnDataSource, NumeralTickFormatter
 
 from pipeline_lib.core import units
-from pipeline_lib.records.results import Ledger, Scores, Source
+from pipeline_lib.records.data import Ledger, Source
+from pipeline_lib.records.evaluation import Scores
 from pipeline_lib.report.charts import (
     AMBERS,
     BLUE,
@@ -47,7 +48,7 @@ def figures_of(facts: ReportFacts, curves: Curves) -> dict[str, Chart]:
         "figure-ledger": ledger_figure(facts.ledger),
         "figure-lengths": lengths_figure(facts.ledger),
         **training_figures(curves, facts.restart_steps, facts.validations),
-        "figure-scores": scores_figure(facts.evaluation.eval),
+        "figure-scores": scores_figure(facts.scores),
     }
     return {name: chart for name, chart in drawn.items() if chart is not None}
 
@@ -88,8 +89,6 @@ def lengths_figure(ledger: Ledger) -> Chart | None:
     """Draw a histogram of the lengths of the kept samples."""
     edges = ledger.length_histogram.edges
     counts = ledger.length_histogram.counts
-    if not counts or len(edges) != len(counts) + 1:
-        return None
     plot = empty_plot(
         240, "length of a sample (tokens)", "kept samples", y_range=(0, 1.05 * max(1, *counts))
     )
@@ -103,18 +102,17 @@ def lengths_figure(ledger: Ledger) -> Chart | None:
     return Chart(plot)
 
 
-def scores_figure(scores: Scores) -> Chart | None:
+def scores_figure(scores: Scores | None) -> Chart | None:
     """Draw the held-out loss of every scored model, with its 95 % interval if it is known."""
-    known = {
-        "base": scores.base,
-        "unigram": scores.unigram,
-        "shuffled prompts": scores.shuffled,
-        "tuned": scores.tuned,
-    }
-    losses = {name: score.loss for name, score in known.items() if score.loss is not None}
-    if not losses:
+    if scores is None:
         return None
-    estimates = {name: estimate_of(known[name]) for name in losses}
+    losses = {"base": scores.base.loss, "unigram": scores.unigram.loss}
+    estimates = {"base": estimate_of(scores.base), "unigram": None}
+    if scores.shuffled is not None:
+        losses["shuffled prompts"] = scores.shuffled.loss
+        estimates["shuffled prompts"] = estimate_of(scores.shuffled)
+    losses["tuned"] = scores.tuned.loss
+    estimates["tuned"] = estimate_of(scores.tuned)
     plot = empty_bars(
         list(losses), "held-out loss (nats per supervised token)", 1.2 * max(losses.values())
     )
@@ -151,13 +149,13 @@ def scores_figure(scores: Scores) -> Chart | None:
 
 def _fates(source: Source) -> dict[tuple[str, str], int]:
     """Return how many samples or rows of `source` met each fate: kind in FATE_COLOURS, name."""
-    cut = source.truncated or 0
-    pieces = source.split or 0
+    cut = source.truncated
+    pieces = source.split
     fates = {
-        ("kept", "kept whole"): (source.kept or 0) - cut - pieces,
+        ("kept", "kept whole"): source.kept - cut - pieces,
         ("kept", "kept, cut"): cut,
         ("kept", "kept, pieces of longer ones"): pieces,
-        ("rows dropped", "rows dropped: duplicates"): source.duplicates_dropped or 0,
+        ("rows dropped", "rows dropped: duplicates"): source.duplicates_dropped,
     }
     fates |= {
         ("dropped", f"dropped: {reason}"): number for reason, number in source.dropped.items()

@@ -12,12 +12,13 @@ from pipeline_lib.config.dag import RESULTS, Dag
 from pipeline_lib.config.halving import RUNG_LOGS, Competitor, Rung, last_decisions
 from pipeline_lib.config.stages import PRODUCTS
 from pipeline_lib.core import units
-from pipeline_lib.core.run_folder import SUMMARY_NAME
+from pipeline_lib.core.run_folder import METRICS_NAME, SUMMARY_NAME
 from pipeline_lib.core.stage import Say, open_sealed
-from pipeline_lib.core.store import Spec
+from pipeline_lib.core.store import Ref, Store
 from pipeline_lib.data.how_to_call import how_to_call, modes_in
-from pipeline_lib.records.results import Evaluation, Training
-from pipeline_lib.report.facts import Read, read_one
+from pipeline_lib.records.evaluation import EVALUATION_NAME, Evaluation
+from pipeline_lib.records.record import read_record
+from pipeline_lib.records.training import read_training
 
 LOGS = Path("logs")
 BEGUN = "begun"  # a file beside the logs, stamped by the same clock, which may be a file server's
@@ -124,9 +125,10 @@ def tell_results(dag: Dag, say: Say) -> None:
     experiment = dag.experiment
     if len(dag.experiments) > 1 or not dag.store.is_sealed(experiment.ref("report")):
         return
-    scores = _sealed(Evaluation, dag, experiment.specs["evaluate"], "metrics.json")
+    sealed = open_sealed(experiment.ref("evaluate"), dag.store)
+    evaluation = read_record(Evaluation, sealed.file(EVALUATION_NAME))
     tokenize = open_sealed(experiment.ref("tokenize"), dag.store).manifest
-    rows = [("verdict", scores.verdict.text)]
+    rows = [("verdict", evaluation.verdict.text)]
     links = [product.link for product in PRODUCTS.values()]
     rows += [(Path(link).stem, str(RESULTS / experiment.name / link)) for link in links]
     rows.append(("chat", f"qwen3 chat {shlex.quote(experiment.name)}"))
@@ -148,9 +150,14 @@ def _outcome(
     rung, judged = rungs.get(training, (None, None))
     step, loss = (rung.step, judged.loss) if rung and judged else (None, None)
     if store.is_sealed(experiment.ref("report")):
-        final_loss = _sealed(Training, dag, experiment.specs["train"], SUMMARY_NAME).final_loss
-        scores = _sealed(Evaluation, dag, experiment.specs["evaluate"], "metrics.json").eval
-        return Outcome(name, _DONE, None, None, final_loss, scores.tuned.loss, step, loss)
+        return Outcome(
+            name,
+            _DONE,
+            final_loss=_final_loss(experiment.ref("train"), store),
+            eval_loss=_eval_loss(experiment.ref("evaluate"), store),
+            rung=step,
+            rung_loss=loss,
+        )
     if rung and judged and not judged.goes_on:
         if judged.failure is None:
             return Outcome(name, _STOPPED, rung=step, rung_loss=loss)
@@ -166,10 +173,20 @@ def _outcome(
     return Outcome(name, state, lost.stage, log, rung=step, rung_loss=loss)
 
 
-def _sealed(kind: type[Read], dag: Dag, spec: Spec, name: str) -> Read:
-    """Return a verified result; an empty `kind` if its directory was deleted."""
-    return (
-        read_one(kind, open_sealed(spec.ref, dag.store).file(name))
-        if dag.store.is_sealed(spec.ref)
-        else kind()
-    )
+def _final_loss(ref: Ref, store: Store) -> float | None:
+    """Return the last loss of a verified training; None if its directory was deleted."""
+    if not store.is_sealed(ref):
+        return None
+    sealed = open_sealed(ref, store)
+    return read_training(sealed.folder(SUMMARY_NAME, METRICS_NAME)).final_loss
+
+
+def _eval_loss(ref: Ref, store: Store) -> float | None:
+    """Return the held-out loss of a verified evaluation.
+
+    None if nothing was held out or its directory was deleted.
+    """
+    if not store.is_sealed(ref):
+        return None
+    evaluation = read_record(Evaluation, open_sealed(ref, store).file(EVALUATION_NAME))
+    return evaluation.scores.tuned.loss if evaluation.scores else None

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -10,14 +11,14 @@ from pipeline_lib.core import units
 from pipeline_lib.core.events import EventName
 from pipeline_lib.data.chat_template import repetition
 from pipeline_lib.data.how_to_call import warning_of
+from pipeline_lib.records.evaluation import Score, Scores, UnigramScore
 from pipeline_lib.records.plan import PlanDocument
-from pipeline_lib.records.results import Score, Scores
 from pipeline_lib.report.charts import AMBER, BLUE, GREEN, GREY, PURPLE, RED, TEAL, render_page
 from pipeline_lib.report.curves import Curves
 from pipeline_lib.report.facts import ReportFacts
 from pipeline_lib.report.figures import figures_of
 from pipeline_lib.report.plan_check import SETTLING_STEPS, settled, verdict
-from pipeline_lib.report.statistics import estimate_of
+from pipeline_lib.report.statistics import SampleEstimate, estimate_of
 
 LIMITS = {
     "words": 12,
@@ -41,8 +42,10 @@ def render(facts: ReportFacts, curves: Curves) -> str:
     """Return the page as HTML."""
     events = _event_rows(facts)
     ledger = facts.ledger
-    tuned = estimate_of(facts.evaluation.eval.tuned)
-    percentiles = sorted(ledger.length_percentiles.items(), key=lambda item: item[1] or 0.0)
+    is_gpu = facts.plan is not None and facts.plan.cluster.is_gpu
+    scores = facts.scores
+    tuned = estimate_of(scores.tuned) if scores else None
+    percentiles = sorted(ledger.length_percentiles.items(), key=lambda item: item[1])
     percentiles_text = ", ".join(f"{name} {units.count(value)}" for name, value in percentiles)
     total = ledger.total
     values = {
@@ -51,11 +54,14 @@ def render(facts: ReportFacts, curves: Curves) -> str:
         "limits": LIMITS,
         "settling_steps": SETTLING_STEPS,
         "cost": _cost(facts),
+        "memory_of": _memory_of(facts.plan),
+        "peak_of": "the allocator's." if is_gpu else "its whole process.",
         "tuned_margin": "" if tuned is None else f"\u00b1 {units.real(tuned.high - tuned.value)}",
-        "scores_rows": _score_rows(facts.evaluation.eval),
+        "scores_rows": _score_rows(scores) if scores else [],
+        "total": replace(total, name=f"All {len(ledger.sources)} sources", format=""),
         "sources_rows": [
             {"score": score, "losses": _interval(score.tuned)}
-            for score in facts.evaluation.eval.by_source
+            for score in (scores.by_source if scores else ())
         ],
         "percentiles": f"Percentiles: {percentiles_text} tokens." if percentiles_text else "",
         "call_warning": warning_of(facts.modes),
@@ -81,6 +87,16 @@ def render(facts: ReportFacts, curves: Curves) -> str:
     return render_page("pipeline_lib.report", "page.html.jinja", figures_of(facts, curves), values)
 
 
+def _memory_of(plan: PlanDocument | None) -> str:
+    """Return what the peak memory is of, and what there is."""
+    if plan is None:
+        return "of a rank"
+    if not plan.cluster.is_gpu:
+        return "of a rank's process while training"
+    has = plan.gpu_memory_bytes
+    return f"of a rank, of {units.gib(has)} on its GPU" if has else "of a rank"
+
+
 def _cost(facts: ReportFacts) -> dict[str, str]:
     """Return the amount, like `3.1 GPU-hours`, and a text that explains it."""
     found = facts.spent
@@ -100,8 +116,9 @@ def _cost(facts: ReportFacts) -> dict[str, str]:
             f", {used} of it in steps of the model; the rest was startup, saving, validation and "
             "repeated steps"
         )
-    planned = facts.plan.prediction.gpu_hours
-    if planned.value is not None:
+    way = facts.plan.prediction if facts.plan else None
+    if way is not None and way.gpu_hours is not None:
+        planned = way.gpu_hours
         low, value, high = (
             units.rounded(one) for one in (planned.low, planned.value, planned.high)
         )
@@ -111,29 +128,33 @@ def _cost(facts: ReportFacts) -> dict[str, str]:
 
 def _score_rows(scores: Scores) -> list[dict[str, Any]]:
     """Return a row for every model, with the intervals of its loss and perplexity."""
-    named = {
-        "base": scores.base,
-        "unigram": scores.unigram,
-        "tuned, shuffled prompts": scores.shuffled,
-        "tuned": scores.tuned,
-    }
+    named: dict[str, Score | UnigramScore] = {"base": scores.base, "unigram": scores.unigram}
+    if scores.shuffled is not None:
+        named["tuned, shuffled prompts"] = scores.shuffled
+    named["tuned"] = scores.tuned
     rows = []
     for name, score in named.items():
-        one = estimate_of(score)
+        one = estimate_of(score) if isinstance(score, Score) else None
         perplexities = ""  # empty where the standard error is not known
         if one is not None:
             low, high = (math.exp(min(end, _MAX_EXPONENT)) for end in (one.low, one.high))
             perplexities = f"{units.rounded(low)} to {units.rounded(high)}"
         rows.append(
-            {"name": name, "score": score, "losses": _interval(score), "perplexities": perplexities}
+            {"name": name, "score": score, "losses": _ends(one), "perplexities": perplexities}
         )
     return rows
 
 
-def _interval(score: Score) -> str:
+def _interval(score: Score | None) -> str:
     """Return the interval of a loss; empty where its standard error is not known."""
-    one = estimate_of(score)
-    return "" if one is None else f"{units.real(one.low, '', 4)} to {units.real(one.high, '', 4)}"
+    return _ends(estimate_of(score)) if score else ""
+
+
+def _ends(estimate: SampleEstimate | None) -> str:
+    """Return the interval of an estimate; empty without one."""
+    if estimate is None:
+        return ""
+    return f"{units.real(estimate.low, '', 4)} to {units.real(estimate.high, '', 4)}"
 
 
 def _rank_rows(facts: ReportFacts) -> list[dict[str, Any]]:
@@ -174,14 +195,14 @@ def _versions_text(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {versions[name]}" for name in SHOWN_VERSIONS if name in versions)
 
 
-def _way_rows(plan: PlanDocument) -> list[dict[str, Any]]:
+def _way_rows(plan: PlanDocument | None) -> list[dict[str, Any]]:
     """Return each strategy's best prediction: the chosen one, then the others, fastest first."""
-    chosen = plan.chosen.strategy or "chosen"
-    others = [(name, way) for name, way in plan.others.items() if name != chosen]
-    others.sort(key=lambda each: each[1].step_s.value or float("inf"))
+    if plan is None or plan.prediction is None:
+        return []
+    others = sorted(plan.others.values(), key=lambda way: way.step_s.value)
     rows = []
-    for name, way in [(chosen, plan.prediction), *others] if plan.has_prediction else []:
-        strategy, *settings = way.words or [name]
+    for way in (plan.prediction, *others):
+        strategy, *settings = way.words
         said = f"{strategy}, chosen" if way is plan.prediction else strategy
         rows.append({"name": said, "way": way, "settings": ", ".join(settings) or units.NONE})
     return rows
@@ -194,7 +215,7 @@ def _loss_rows(facts: ReportFacts) -> list[dict[str, Any]]:
         for source in facts.ledger.sources
         for fate, unit, reasons in (
             ("quarantined", "rows", source.quarantined),
-            ("dropped", "rows", {"duplicates": source.duplicates_dropped or 0}),
+            ("dropped", "rows", {"duplicates": source.duplicates_dropped}),
             ("dropped", "samples", source.dropped),
         )
         for reason, number in reasons.items()

@@ -6,15 +6,15 @@ A figure that was not measured, or was measured under another plan, is omitted, 
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline_lib.core import units
 from pipeline_lib.core.events import EventName
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.units import HOUR_S
-from pipeline_lib.records.plan import Figure, PlanDocument
-from pipeline_lib.records.results import Step, Training
+from pipeline_lib.records.plan import Figure, PlanDocument, PlannedWay
+from pipeline_lib.records.training import Step, Training, training_time_s
 
 # The first steps of an attempt choose kernels, allocate memory and compile; predictions do not
 # cover them.
@@ -89,6 +89,9 @@ def comparison(
     Times are medians over the settled steps, memory is the maximum over all steps, and the run's
     time is the sum over its attempts.
     """
+    way = plan.prediction
+    if way is None:
+        return []
     others = attempts_elsewhere(plan, record)
     here = steps_here(plan, steps, record)
     saved = [
@@ -99,19 +102,18 @@ def comparison(
     measured = {
         **medians(here),
         **_memory(plan, here),
-        **_network(plan, here),
+        **_network(way, here),
         **({} if others else _run(plan, training, here)),
         "checkpoint_bytes": median(event.get("bytes") for event in saved),
         "checkpoint_s": median(event.get("duration_s") for event in saved),
     }
     speed = measured.pop("tokens_per_s", None)
-    ranks = plan.cluster.ranks
-    measured["tokens_per_s_per_rank"] = speed / ranks if speed is not None and ranks else None
+    measured["tokens_per_s_per_rank"] = speed / plan.cluster.ranks if speed is not None else None
     compared = []
     for key, (name, unit) in FIGURES.items():
-        band = _band(plan, key)
+        band = _band(way, key)
         value = measured.get(key)
-        if band.value and band.low is not None and band.high is not None and value is not None:
+        if band is not None and band.value and value is not None:
             compared.append(Compared(key, name, unit, band.value, band.low, band.high, value))
     return compared
 
@@ -164,10 +166,9 @@ def settled(steps: Sequence[Step]) -> list[Step]:
     seen: Counter[int] = Counter()  # steps by attempt
     found = []
     for step in steps:
-        attempt = step.attempt or 1
-        seen[attempt] += 1
+        seen[step.attempt] += 1
         if (
-            seen[attempt] > SETTLING_STEPS
+            seen[step.attempt] > SETTLING_STEPS
             and step.verdict is None
             and step.profile_compute_s is None
         ):
@@ -185,7 +186,7 @@ def medians(steps: Sequence[Step]) -> dict[str, float | None]:
 def steps_here(plan: PlanDocument, steps: Sequence[Step], record: RunRecord) -> list[Step]:
     """Return those of `steps` whose attempt ran as `plan` describes."""
     others = attempts_elsewhere(plan, record)
-    return [step for step in steps if (step.attempt or 1) not in others]
+    return [step for step in steps if step.attempt not in others]
 
 
 def attempts_elsewhere(plan: PlanDocument, record: RunRecord) -> set[int]:
@@ -193,7 +194,7 @@ def attempts_elsewhere(plan: PlanDocument, record: RunRecord) -> set[int]:
 
     A field that an event of an earlier version does not have counts as equal.
     """
-    placed = plan.prediction.changes.model_dump()
+    placed = vars(plan.prediction.changes) if plan.prediction else {}
     expected = {**placed, "world_size": plan.cluster.ranks, "strategy": plan.chosen.strategy}
     return {
         attempt
@@ -204,20 +205,18 @@ def attempts_elsewhere(plan: PlanDocument, record: RunRecord) -> set[int]:
     }
 
 
-def _band(plan: PlanDocument, key: str) -> Figure:
+def _band(way: PlannedWay, key: str) -> Figure | None:
     """Return the predicted band, widened by what is measured along with the figure."""
     if key == "checkpoint_bytes":
-        size = plan.prediction.checkpoint_bytes
-        if size is None:
-            return Figure()
+        size = way.checkpoint_bytes
         return Figure(
             value=size,
             low=size * (1 - _BESIDE_TENSORS),
             high=size * (1 + _BESIDE_TENSORS) + _RECORDS_BYTES,
         )
-    figure: Figure = getattr(plan.prediction, key)
-    if key == "network_bytes" and figure.high is not None:
-        return figure.model_copy(update={"high": figure.high * (1 + _BESIDE_PAYLOAD)})
+    figure: Figure | None = getattr(way, key)
+    if key == "network_bytes" and figure is not None:
+        return replace(figure, high=figure.high * (1 + _BESIDE_PAYLOAD))
     return figure
 
 
@@ -231,22 +230,20 @@ def _memory(plan: PlanDocument, steps: Sequence[Step]) -> dict[str, float | None
     }
 
 
-def _network(plan: PlanDocument, steps: Sequence[Step]) -> dict[str, float | None]:
+def _network(way: PlannedWay, steps: Sequence[Step]) -> dict[str, float | None]:
     sent = median(step.node_sent_bytes for step in settled(steps))
-    expected = plan.prediction.network_bytes.value
+    expected = way.network_bytes.value
     return {"network_bytes": sent if sent and expected and sent >= _SEEN * expected else None}
 
 
 def _run(plan: PlanDocument, training: Training, steps: Sequence[Step]) -> dict[str, float | None]:
     """Return the run's time and GPU hours without lost steps; nothing if it has another length."""
-    if training.steps is None or training.steps != plan.batch.steps:
+    if training.steps != plan.batch.steps:
         return {}
-    last_s = {step.attempt or 1: step.elapsed_s for step in steps}
-    if not last_s or None in last_s.values():
+    run_s = training_time_s((step.attempt, step.elapsed_s) for step in steps)
+    if run_s is None:
         return {}
-    run_s = sum(value or 0.0 for value in last_s.values())
-    ranks = plan.cluster.ranks
-    return {"run_s": run_s, "gpu_hours": run_s * ranks / HOUR_S if ranks else None}
+    return {"run_s": run_s, "gpu_hours": run_s * plan.cluster.ranks / HOUR_S}
 
 
 def median(values: Any) -> float | None:

@@ -35,7 +35,6 @@ MEMORY_COLOURS = {
     "loss": "#b4bbc3",
     "reserve": "#d5d9de",
 }
-_WORKING = "activations and buffers"
 STEP_COLOURS = {
     "forward": BLUE,
     "recompute": PALE_BLUE,
@@ -61,24 +60,22 @@ _FAR = 8
 _MAX_SEGMENTS = 2000
 
 
-def memory_figure(plan: PlanDocument) -> Chart | None:
+def memory_figure(plan: PlanDocument | None) -> Chart | None:
     """Draw a rank's predicted memory under each strategy, part by part, against its GPU's."""
-    if not plan.memory:
+    if plan is None:
         return None
     chosen = plan.chosen.strategy
-    limit = plan.machine.gpu_memory_bytes if plan.cluster.is_gpu else None
+    limit = plan.gpu_memory_bytes
     ordered = sorted(plan.memory, key=lambda name: name != chosen)
     names = short_names([f"{name}, chosen" if name == chosen else name for name in ordered])
     by_part = [_parts_of(plan.memory[name], plan.cluster.is_gpu) for name in ordered]
-    used = [
-        part for part in (*MEMORY_COLOURS, _WORKING) if any(parts.get(part) for parts in by_part)
-    ]
+    used = [part for part in MEMORY_COLOURS if any(parts.get(part) for parts in by_part)]
     longest = max(sum(parts.values()) for parts in by_part)
     scale, unit = (GIB, "GiB") if longest >= GIB else (MIB, "MiB")
     bars = [
         BarSeries(
             PART_NAMES.get(part, part),
-            MEMORY_COLOURS.get(part, GREY),
+            MEMORY_COLOURS[part],
             [parts.get(part, 0) / scale for parts in by_part],
             unit,
         )
@@ -99,10 +96,12 @@ def memory_figure(plan: PlanDocument) -> Chart | None:
     return Chart(chart.plot, (*chart.legend, (RED, f"the GPU has {units.gib(limit)}")))
 
 
-def phases_figure(plan: PlanDocument, measured: Mapping[str, float | None]) -> Chart | None:
+def phases_figure(plan: PlanDocument | None, measured: Mapping[str, float | None]) -> Chart | None:
     """Draw the seconds of a step: predicted by cause, predicted by phase, and measured by phase."""
-    predicted = plan.prediction
-    by_cause = {name: value for name, value in predicted.parts.items() if value and value > 0}
+    predicted = plan.prediction if plan else None
+    if predicted is None:
+        return None
+    by_cause = {name: value for name, value in predicted.parts.items() if value > 0}
     phases = {
         name: getattr(predicted, f"{name}_s").value for name in ("forward", "backward", "update")
     }
@@ -132,17 +131,16 @@ def phases_figure(plan: PlanDocument, measured: Mapping[str, float | None]) -> C
     return stacked_bars(list(bars), parts, f"time of one optimizer step ({unit})", "0,0.0[00]")
 
 
-def timeline_figure(plan: PlanDocument) -> Chart | None:
+def timeline_figure(plan: PlanDocument | None) -> Chart | None:
     """Draw a predicted step's timeline, with lanes for compute, communication and the host."""
-    segments = [
-        one
-        for one in plan.prediction.segments[:_MAX_SEGMENTS]
-        if one.duration_s and one.start_s is not None
-    ]
+    predicted = plan.prediction if plan else None
+    if predicted is None:
+        return None
+    segments = predicted.segments[:_MAX_SEGMENTS]
     lanes = [lane for lane in LANES if any(one.lane == lane for one in segments)]
     if not lanes:
         return None
-    end_s = max((one.start_s or 0.0) + (one.duration_s or 0.0) for one in segments)
+    end_s = max(one.start_s + one.duration_s for one in segments)
     scale, unit = _time_scale(end_s)
     plot = empty_bars(
         [PART_NAMES.get(lane, lane) for lane in lanes],
@@ -182,15 +180,9 @@ def timeline_figure(plan: PlanDocument) -> Chart | None:
 
 
 def _parts_of(memory: Memory, is_gpu: bool) -> dict[str, int]:
-    """Return bytes by part; plans without the finer parts have their working memory as one part."""
-    parts = {name: getattr(memory, f"{name}_bytes") for name in MEMORY_COLOURS}
-    if not is_gpu:
-        parts["reserve"] = None  # belongs to CUDA and NCCL
-    known = {name: size for name, size in parts.items() if size}
-    working = (memory.allocated_bytes or 0) - sum(
-        size for name, size in known.items() if name != "reserve"
-    )
-    return known | ({_WORKING: working} if working > 0 else {})
+    """Return bytes by part; the reserve belongs to CUDA and NCCL."""
+    names = [name for name in MEMORY_COLOURS if is_gpu or name != "reserve"]
+    return {name: getattr(memory, f"{name}_bytes") for name in names}
 
 
 def _with_rest(phases: Mapping[str, float | None], step_s: float | None) -> dict[str, float]:

@@ -153,7 +153,7 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
     facts = read_facts(
         experiment.name, {part: open_sealed(experiment.ref(part), store) for part in parts}
     )
-    scores = facts.evaluation.eval
+    scores = facts.scores
     training = facts.training
     table = Table(
         title=f"Experiment {experiment.name}",
@@ -163,9 +163,9 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
     )
     table.add_column()
     table.add_column(justify="right")
-    if scores.are_of_nothing:
+    if scores is None:
         table.add_row("held-out loss", "nothing was held out")
-    models = {} if scores.are_of_nothing else {"base": scores.base, "tuned": scores.tuned}
+    models = {"base": scores.base, "tuned": scores.tuned} if scores else {}
     for name, score in models.items():
         loss = units.real(score.loss, "nats/token")
         perplexity = units.rounded(score.perplexity)

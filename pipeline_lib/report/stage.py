@@ -7,6 +7,7 @@ from typing import Any
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.files import write_json, write_text
 from pipeline_lib.core.stage import Job
+from pipeline_lib.records.evaluation import Scores
 from pipeline_lib.report.curves import curves_csv, curves_of
 from pipeline_lib.report.facts import ReportFacts, read_facts
 from pipeline_lib.report.page import render
@@ -31,18 +32,13 @@ def summary_of(facts: ReportFacts) -> dict[str, Any]:
     The plan's errors are fractions of the predicted values: 0.1 where the measured value is a tenth
     higher.
     """
-    scores = facts.evaluation.eval
     training = facts.training
+    way = facts.plan.prediction if facts.plan else None
     peak_bytes = facts.peak_memory_bytes
     throughput = facts.tokens_per_s
     errors = {one.key: one.error_fraction for one in facts.compared}
     found = {
-        "eval": {
-            "base": {"loss": scores.base.loss, "perplexity": scores.base.perplexity},
-            "tuned": {"loss": scores.tuned.loss, "perplexity": scores.tuned.perplexity},
-            "unigram": {"loss": scores.unigram.loss},
-            "shuffled": {"loss": scores.shuffled.loss},
-        },
+        "eval": _losses(facts.scores),
         "train": {
             "final_loss": training.final_loss,
             "steps": training.steps,
@@ -52,7 +48,7 @@ def summary_of(facts: ReportFacts) -> dict[str, Any]:
             "peak_memory_mb": None if peak_bytes is None else round(peak_bytes / 1e6),
         },
         "plan": {
-            "step_s": facts.plan.prediction.step_s.value,
+            "step_s": way.step_s.value if way else None,
             "step_error": errors.get("step_s"),
             "memory_error": errors.get("peak_memory_bytes"),
         },
@@ -63,6 +59,18 @@ def summary_of(facts: ReportFacts) -> dict[str, Any]:
     }
     pruned: dict[str, Any] = _known(found)
     return pruned
+
+
+def _losses(scores: Scores | None) -> dict[str, dict[str, float]]:
+    """Return the losses of the models; all empty if nothing was held out."""
+    if scores is None:
+        return {"base": {}, "tuned": {}, "unigram": {}, "shuffled": {}}
+    return {
+        "base": {"loss": scores.base.loss, "perplexity": scores.base.perplexity},
+        "tuned": {"loss": scores.tuned.loss, "perplexity": scores.tuned.perplexity},
+        "unigram": {"loss": scores.unigram.loss},
+        "shuffled": {"loss": scores.shuffled.loss} if scores.shuffled else {},
+    }
 
 
 def metrics_of(summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline_lib.records.results import DocumentScore, Score, Scores
+from pipeline_lib.records.evaluation import DocumentScore, Score, Scores
 
 # Losses with standard errors. Held-out documents are treated as a random sample. A loss is a ratio
 # of sums over documents, with the standard error of a ratio estimate (Cochran, Sampling Techniques,
@@ -165,14 +165,18 @@ class LossGain:
         return "lower by more than chance" if self.gain.value > 0 else "higher by more than chance"
 
 
-def differences(scores: Scores, documents: Sequence[DocumentScore]) -> list[LossGain]:
+def differences(scores: Scores | None, documents: Sequence[DocumentScore]) -> list[LossGain]:
     """Return the gains over the base model and over shuffled prompts, if errors are known.
 
     The base model is compared document by document if possible, which cancels differences in
     difficulty. Other means are compared as if from different documents; if anything, this makes the
     interval too wide.
     """
-    tuned, base, shuffled = map(_estimate, (scores.tuned, scores.base, scores.shuffled))
+    if scores is None:
+        return []
+    tuned = _estimate(scores.tuned)
+    base = _estimate(scores.base)
+    shuffled = _estimate(scores.shuffled)
     gains = []
     if sum(row.tokens > 0 for row in documents) >= 2:
         gain = DocumentLosses.of(documents, "tuned").gain_over(DocumentLosses.of(documents, "base"))
@@ -187,12 +191,12 @@ def differences(scores: Scores, documents: Sequence[DocumentScore]) -> list[Loss
 
 
 def estimate_of(score: Score) -> SampleEstimate | None:
-    """Return the loss with its standard error; None if either is unknown or documents are few."""
+    """Return the loss with its standard error; None if that is unknown or documents are few."""
     estimate = _estimate(score)
     return estimate if estimate and estimate.has_enough else None
 
 
-def _estimate(score: Score) -> SampleEstimate | None:
-    if score.loss is None or score.standard_error is None or score.documents is None:
+def _estimate(score: Score | None) -> SampleEstimate | None:
+    if score is None or score.standard_error is None:
         return None
     return SampleEstimate(score.loss, score.standard_error, score.documents)

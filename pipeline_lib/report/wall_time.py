@@ -8,7 +8,7 @@ from pipeline_lib.core.events import EventName
 from pipeline_lib.core.run_record import RunRecord, number
 from pipeline_lib.core.spans import COUNT
 from pipeline_lib.core.store import Manifest
-from pipeline_lib.records.results import Step
+from pipeline_lib.records.training import Step
 
 REST = "rest"
 

@@ -13,7 +13,7 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.config.stages import JobKind
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError, DataError, IntegrityError, PipelineError
-from pipeline_lib.core.files import read_json, unreadable_named
+from pipeline_lib.core.files import unreadable_named
 from pipeline_lib.core.run_folder import PLAN_NAME
 from pipeline_lib.core.store import Store, read_manifest
 from pipeline_lib.core.units import GIGA, brief, count
@@ -30,8 +30,8 @@ from pipeline_lib.plan.stages import (
     tokenize_need,
     verifying_s,
 )
-from pipeline_lib.plan.workload import Workload
-from pipeline_lib.records.plan import PlanDocument, known
+from pipeline_lib.plan.workload import assumed_workload
+from pipeline_lib.records.plan import PlanDocument, read_plan
 from pipeline_lib.slurm.cluster import (
     NodeGroup,
     fitted,
@@ -87,11 +87,11 @@ def training_request(
     # for too little time to finish is only interrupted once more. A job that never gets to train is
     # lost.
     minutes = math.ceil((verifying_s(read_bytes) + read_bytes / FILE_BYTES_S) / _MINUTE_S)
-    most_s = plan.prediction.run_s.high if plan else None
-    if most_s is None:
+    way = plan.prediction if plan else None
+    if way is None or way.run_s is None:
         minutes += _UNKNOWN_MINUTES
     else:
-        minutes += _AROUND_MINUTES + math.ceil(_MARGIN * most_s / _MINUTE_S)
+        minutes += _AROUND_MINUTES + math.ceil(_MARGIN * way.run_s.high / _MINUTE_S)
     request = JobRequest(
         nodes=cluster.nodes,
         tasks_per_node=cluster.ranks_per_node,
@@ -118,8 +118,8 @@ def sealed_plan(pointer: Path) -> PlanDocument:
     path = folder / PLAN_NAME
     try:
         with unreadable_named(path):
-            return PlanDocument.model_validate(read_json(path))
-    except (OSError, ValueError) as error:
+            return read_plan(path)
+    except OSError as error:
         raise IntegrityError(
             f"{path}: cannot be read ({error}); delete {folder} and run snakemake again"
         ) from error
@@ -154,7 +154,7 @@ class Foresight:
 
 def _answered(question: Question) -> PlanDocument | None:
     try:
-        return PlanDocument.model_validate(answer(question, is_explained=False).content)
+        return answer(question, is_explained=False).content
     except (ConfigError, DataError):
         return None
 
@@ -164,9 +164,10 @@ def warning_s(plan: PlanDocument | None, limit_s: int) -> int:
 
     The time is enough for the current step and two saves.
     """
-    if plan is None or not plan.has_prediction:
+    way = plan.prediction if plan else None
+    if way is None:
         return min(_UNKNOWN_WARNING_S, limit_s // 2)
-    work_s = known(plan.prediction.step_s.high) + 2 * known(plan.prediction.checkpoint_s.high)
+    work_s = way.step_s.high + 2 * way.checkpoint_s.high
     return min(_WARNING_S + math.ceil(work_s), limit_s // 2)
 
 
@@ -280,7 +281,7 @@ def _run_of(config: Config, store: Store) -> Run:
     """Return what is known of the experiment for its stages."""
     geometry = None
     machine = None
-    workload = Workload.assumed(config)
+    workload = assumed_workload(config)
     with suppress(PipelineError):
         question = question_of(config, store)
         machine = question.machine

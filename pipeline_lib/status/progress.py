@@ -16,14 +16,13 @@ from pipeline_lib.core.run_folder import (
     CHECKPOINTS,
     METRICS_NAME,
     PLAN_NAME,
-    SUMMARY_NAME,
     sealed_steps,
 )
-from pipeline_lib.core.run_record import Event, RunRecord, number, objects, whole
+from pipeline_lib.core.run_record import Event, RunRecord, number, whole
 from pipeline_lib.core.store import MANIFEST_NAME
 from pipeline_lib.records.plan import read_plan
-from pipeline_lib.status.catalog import changed_at, json_object
-from pipeline_lib.train.metrics import speed, training_time_s
+from pipeline_lib.records.training import Training, read_training, speed
+from pipeline_lib.status.catalog import changed_at
 
 RECENT_STEPS = 20  # the same as in train.metrics.print_progress
 STALLED_S, STALLED_STEPS = 60.0, 10  # without a step for longer than both: no ETA
@@ -161,37 +160,25 @@ def _peak_memory_bytes(rows: Sequence[Event], use: RankUse) -> int | None:
 
 
 def finished_numbers(sealed: Path) -> Numbers:
-    """Return the numbers of a finished training, from its summary.
-
-    Speed and time come from its steps if earlier code left them out of the summary.
-    """
-    found = json_object(sealed / SUMMARY_NAME)
-    if found and not {"tokens_per_s", "training_time_s"} <= found.keys():
-        found = {**_speed_and_time(sealed / METRICS_NAME), **found}
-    step = whole(found.get("steps"))
+    """Return the numbers of a finished training, from its summary; none if that is damaged."""
+    try:
+        training = _finished(sealed)
+    except (OSError, IntegrityError):
+        return Numbers()
     return Numbers(
-        step=step,
-        last_step=step,
-        loss=number(found.get("final_loss")),
-        tokens_per_s=number(found.get("tokens_per_s")),
-        elapsed_s=number(found.get("training_time_s")),
-        attempt=whole(found.get("attempts")),
+        step=training.steps,
+        last_step=training.steps,
+        loss=training.final_loss,
+        tokens_per_s=training.tokens_per_s,
+        elapsed_s=training.training_time_s,
+        attempt=training.attempts,
     )
 
 
 @lru_cache(maxsize=1024)
-def _speed_and_time(metrics: Path) -> dict[str, float | None]:
-    """Return both from all steps of a sealed training, which stay; None if there are none."""
-    try:
-        rows = objects(metrics.read_bytes())
-    except OSError:
-        rows = []
-    return {
-        "tokens_per_s": speed(number(row.get("tokens_per_s")) for row in rows),
-        "training_time_s": training_time_s(
-            (whole(row.get("attempt")), number(row.get("elapsed_s"))) for row in rows
-        ),
-    }
+def _finished(sealed: Path) -> Training:
+    """Return the summary of a sealed training, which stays as it is."""
+    return read_training(sealed)
 
 
 def planned_steps(plan_dir: Path) -> int | None:

@@ -21,7 +21,7 @@ from pipeline_lib.core.run_folder import PLAN_NAME
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import how_to_install, redact
-from pipeline_lib.records.plan import read_plan
+from pipeline_lib.records.plan import read_plan_of_training
 from pipeline_lib.tracking.settings import numbers_in
 from pipeline_lib.tracking.trackers import FinishedReport
 
@@ -134,7 +134,10 @@ def hand_over(spec: Spec, store: Store, page_name: str, summary_name: str, say: 
     sealed = store.sealed(spec.ref)
     training = store.sealed(spec.inputs["train"])
     try:
-        plan = read_plan(training / PLAN_NAME)
+        plan = read_plan_of_training(training / PLAN_NAME)
+        if plan is None:
+            say("tracking: earlier code planned the training, so the report stays out of trackers")
+            return
         wanted = plan.tracking.to
         if not wanted:
             return

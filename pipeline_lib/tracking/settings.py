@@ -9,6 +9,7 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.text import redact
 from pipeline_lib.records.plan import PlanDocument
+from pipeline_lib.records.record import to_json
 
 
 def settings_of_run(plan: PlanDocument, plan_dir: Path) -> dict[str, Any]:
@@ -19,13 +20,13 @@ def settings_of_run(plan: PlanDocument, plan_dir: Path) -> dict[str, Any]:
     """
     config = _frozen_config(plan_dir.absolute(), plan.experiment)
     if config is None:
-        train = (
-            read_settings(Train, plan.train).model_dump(mode="json")
-            if plan.train is not None
-            else {}
-        )
+        train = read_settings(Train, plan.train).model_dump(mode="json")
         config = {"experiment": plan.experiment, "train": train}
-    made = plan.model_dump(include={"cluster", "batch", "chosen"}, exclude_unset=True)
+    made = {
+        "cluster": to_json(plan.cluster),
+        "batch": to_json(plan.batch),
+        "chosen": {key: value for key, value in vars(plan.chosen).items() if value is not None},
+    }
     settings: dict[str, Any] = _redacted({**config, "plan": made})
     return settings
 

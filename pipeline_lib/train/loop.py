@@ -30,6 +30,8 @@ from pipeline_lib.data import order
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.documents import key_of
 from pipeline_lib.model.batch import Batch, Portion
+from pipeline_lib.records.record import to_json
+from pipeline_lib.records.training import Step
 from pipeline_lib.train import checkpoint, saved_tensors, state
 from pipeline_lib.train.checkpoint import StateSnapshot
 from pipeline_lib.train.dist import LOADING
@@ -184,7 +186,7 @@ class Loop:
             self.step = step
             self.follow(result)
             self.record(
-                step, result, time.monotonic() - start_s, **measured, **self.validate_if_due()
+                step, result, time.monotonic() - start_s, self.validate_if_due(), **measured
             )
             every = self.train.sample_every_steps
             if self.sampler is not None and every is not None and step % every == 0:
@@ -312,14 +314,14 @@ class Loop:
             f"{'; '.join(texts)}"
         )
 
-    def validate_if_due(self) -> dict[str, Any]:
-        """Return the held-out loss for this step's row if due or at the end; else no fields."""
+    def validate_if_due(self) -> float | None:
+        """Return the held-out loss if due or at the end, NaN if it is not finite; else None."""
         every = self.train.validate_every_steps
         if every is None:
-            return {}
+            return None
         is_due = self.ranks_agree and self.is_due(every, self.validations.last_step)
         if self.step < self.total_steps and not is_due:
-            return {}
+            return None
         self.events.notify(EventName.RANK_DOING, what="validating")
         wrapped = self.stepper.wrapped
         strategy = self.stepper.strategy
@@ -333,7 +335,7 @@ class Loop:
             self.batches.portion,
             self.stepper.world.device,
         )
-        return {"validation_loss": finite(loss)}
+        return loss if math.isfinite(loss) else math.nan
 
     def is_due(self, every: int | str, last: int) -> bool:
         """Return whether a turn lies after step `last` up to this one, to make up for misses.
@@ -411,8 +413,8 @@ class Loop:
     def kinds_at(self, step: int) -> tuple[str, ...]:
         """Return the kinds of tensors in the checkpoint of `step`: after the last one no moments.
 
-        No step would use them, and with AdamW they are two thirds of the bytes. A run that is killed after it
-        still leaves its result without computing a step again.
+        No step would use them, and with AdamW they are two thirds of the bytes. A run that is
+        killed after it still leaves its result without computing a step again.
         """
         return state_kinds(self.train) if step < self.total_steps else (WEIGHTS,)
 
@@ -498,25 +500,37 @@ class Loop:
         """Emit the event of a checkpoint that was damaged and set aside."""
         self.events.emit(EventName.CHECKPOINT_REJECTED, path=str(path), reason=reason)
 
-    def record(self, step: int, result: StepResult, elapsed_s: float, **measured: Any) -> None:
+    def record(
+        self,
+        step: int,
+        result: StepResult,
+        elapsed_s: float,
+        validation_loss: float | None,
+        **measured: Any,
+    ) -> None:
         """Add the step's row to the metrics, notify the observers; non-finite values are null."""
         verdict = result.judgement.verdict
-        row: dict[str, Any] = {
-            "step": step,
-            "epoch": self.batches.epoch_of(step - 1),
-            "loss": finite(result.loss),
-            "lr": self.lr_of(step),
-            "grad_norm": finite(result.grad_norm),
-            "tokens": result.tokens,
-            "supervised_tokens": result.supervised_tokens,
-            "step_s": round(result.duration_s, 6),
-            **result.phases,
-            "checkpoint_wait_s": round(self.checkpoint_wait_s, 6),
-            "elapsed_s": round(elapsed_s, 3),
-            "attempt": self.attempt,
-            **({} if verdict == Verdict.APPLY else {"verdict": verdict}),
-            **measured,
-        }
+        row: dict[str, Any] = to_json(
+            Step(
+                step=step,
+                epoch=self.batches.epoch_of(step - 1),
+                loss=finite(result.loss),
+                lr=self.lr_of(step),
+                grad_norm=finite(result.grad_norm),
+                tokens=result.tokens,
+                supervised_tokens=result.supervised_tokens,
+                step_s=round(result.duration_s, 6),
+                checkpoint_wait_s=round(self.checkpoint_wait_s, 6),
+                elapsed_s=round(elapsed_s, 3),
+                attempt=self.attempt,
+                verdict=None if verdict == Verdict.APPLY else verdict,
+                validation_loss=validation_loss,
+                forward_s=result.phases["forward_s"],
+                backward_s=result.phases["backward_s"],
+                update_s=result.phases["update_s"],
+                **measured,
+            )
+        )
         self.checkpoint_wait_s = 0.0
         if self.stepper.world.is_first:
             self.rows.add(row)

@@ -2,10 +2,8 @@
 
 import json
 import shutil
-import statistics
 import time
 from collections import deque
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +23,7 @@ from pipeline_lib.core.store import FileEntry, describe_file, read_manifest
 from pipeline_lib.core.units import gib
 from pipeline_lib.train.guards import UNDONE
 
-# Live progress: a line every few seconds, and rows appended to metrics.jsonl. Here are also the
-# definitions of a run's speed and training time, for everything that reports them.
+# Live progress: a line every few seconds, and rows appended to metrics.jsonl.
 
 EVERY_S = 5.0
 _NOTABLE_WAIT = 0.02  # of the step's time
@@ -119,26 +116,6 @@ def append_metrics(path: Path) -> Observer:
                 file.write(json.dumps(fields) + "\n")
 
     return observe
-
-
-def speed(steps_tokens_per_s: Iterable[float | None]) -> float | None:
-    """Return the tokens per second of a run: the median over its steps. None if none is known.
-
-    The rate of a step counts all ranks, without padding, and includes the wait for its data but not
-    saving.
-    """
-    known = [value for value in steps_tokens_per_s if value is not None]
-    return float(statistics.median(known)) if known else None
-
-
-def training_time_s(steps: Iterable[tuple[int | None, float | None]]) -> float | None:
-    """Return the seconds from a run's first step to its last, over its attempts, saving included.
-
-    Validating is included too. `steps` are the attempt and `elapsed_s` of each step, in order. None
-    if no time is known.
-    """
-    last_s = {attempt: elapsed_s for attempt, elapsed_s in steps if elapsed_s is not None}
-    return sum(last_s.values()) if last_s else None
 
 
 def number(value: float | None, digits: str) -> str:

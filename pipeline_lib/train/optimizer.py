@@ -14,7 +14,6 @@ from pipeline_lib.config.optimizers import OPTIMIZERS, Rule
 from pipeline_lib.config.train import Train
 from pipeline_lib.train.adamw import make_adamw, update_group
 from pipeline_lib.train.adamw_8bit import make_8bit
-from pipeline_lib.train.muon import Muon
 from pipeline_lib.train.state import own_part
 
 
@@ -34,6 +33,9 @@ def make_optimizer(parameters: Mapping[str, nn.Parameter], train: Train) -> torc
     if train.optimizer == "adamw_8bit":
         return make_8bit(groups, train)
     if train.optimizer == "muon":
+        # it uses private names of torch, which a later one may lack: for Muon's trainings alone
+        from pipeline_lib.train.muon import Muon
+
         return Muon(groups, train)
     return make_adamw(groups, train)
 

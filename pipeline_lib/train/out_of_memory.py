@@ -17,8 +17,9 @@ from pipeline_lib.core.stage import Say
 from pipeline_lib.core.units import gib
 from pipeline_lib.model.gpu import has_triton
 from pipeline_lib.plan.machine import Ranks
-from pipeline_lib.plan.memory import PARTS, Memory
+from pipeline_lib.plan.memory import PARTS
 from pipeline_lib.plan.remedies import Load, least, remedies
+from pipeline_lib.records.plan import Memory
 from pipeline_lib.train.dist import World
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

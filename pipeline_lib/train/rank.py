@@ -37,7 +37,9 @@ from pipeline_lib.model import batch
 from pipeline_lib.model.build import build_trainable, decoder_layers
 from pipeline_lib.model.gpu import make_deterministic, why_not_compiled
 from pipeline_lib.model.weights import load_weights
-from pipeline_lib.records.plan import PlanDocument, known
+from pipeline_lib.records.plan import PlanDocument
+from pipeline_lib.records.record import to_json
+from pipeline_lib.records.training import Training, speed, training_time_s
 from pipeline_lib.train import checkpoint, saved_tensors, state
 from pipeline_lib.train.deepspeed import Zero
 from pipeline_lib.train.dist import LEAVING, Timeouts, World, process_group, sum_over_ranks
@@ -47,10 +49,9 @@ from pipeline_lib.train.mesh import portion_of
 from pipeline_lib.train.metrics import (
     ROWS_FOLDER,
     MetricsRows,
+    Row,
     append_metrics,
     print_progress,
-    speed,
-    training_time_s,
 )
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.out_of_memory import MemoryWatch
@@ -84,7 +85,7 @@ class RankJob:
     @property
     def train(self) -> Train:
         """The settings of the run: computation from the spec, placement from the plan."""
-        chosen = self.plan.chosen.model_dump()
+        chosen = vars(self.plan.chosen)
         placement = {key: chosen[key] for key in PLACEMENT_KEYS}
         return read_train({**self.spec.settings, **placement})
 
@@ -113,8 +114,8 @@ def train_rank(
     """
     die_with_parent()
     cluster = job.plan.cluster
-    torch.set_num_threads(known(cluster.cpus_per_rank))
-    world = World.from_env(environ, known(cluster.device))
+    torch.set_num_threads(cluster.cpus_per_rank)
+    world = World.from_env(environ, cluster.device)
     let_first_rank_warn(world)
     train = _compiled_where_possible(job.train, world, say)
     if train.deterministic:
@@ -298,37 +299,37 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
     rows = loop.rows.all()
     write_jsonl(job.out / METRICS_NAME, rows)
     leave_samples(job.run_dir, job.out, loop.step)
-    write_json(job.out / SUMMARY_NAME, {**_summary(loop, rows, result_step), **sizes})
+    summary = _summary(loop, rows, result_step, sizes)
+    write_json(job.out / SUMMARY_NAME, to_json(summary))
 
 
-def _summary(loop: Loop, rows: list[dict[str, Any]], result_step: int) -> dict[str, Any]:
-    """Return the summary of the run.
-
-    `result_step` is the step whose weights are left, `best_step` the best one.
-    """
+def _summary(loop: Loop, rows: list[Row], result_step: int, sizes: Mapping[str, int]) -> Training:
+    """Return the summary of the run, whose weights of step `result_step` are left."""
     validations = loop.validations
     accepted = [row["loss"] for row in rows if "verdict" not in row]
-    return {
-        "steps": loop.step,
-        "updates": loop.updates,
-        "total_steps": loop.total_steps,
-        "result_step": result_step,
-        "best_step": validations.best_step or None,
-        "best_validation_loss": validations.best_loss if validations.best_step else None,
-        "stopped_early": loop.has_stopped_early,
-        "skipped_steps": sum("verdict" in row for row in rows),
-        "epochs": loop.batches.epochs(loop.train),
-        "world_size": loop.stepper.world.size,
-        "strategy": loop.train.strategy,
-        "method": loop.train.method,
-        "precision": loop.train.precision,
-        "tokens": sum(row["tokens"] for row in rows),
-        "supervised_tokens": sum(row["supervised_tokens"] for row in rows),
-        "train_s": round(sum(row["step_s"] for row in rows), 3),  # in steps alone
-        "training_time_s": training_time_s((row["attempt"], row["elapsed_s"]) for row in rows),
-        "tokens_per_s": speed(row["tokens_per_s"] for row in rows),
-        "attempts": len({row["attempt"] for row in rows}),
-        "final_loss": accepted[-1] if accepted else None,
-        "blocks": len(loop.batches.reader),
-        "batch_blocks": loop.batches.batch_blocks,
-    }
+    return Training(
+        steps=loop.step,
+        updates=loop.updates,
+        total_steps=loop.total_steps,
+        result_step=result_step,
+        best_step=validations.best_step or None,
+        best_validation_loss=validations.best_loss if validations.best_step else None,
+        stopped_early=loop.has_stopped_early,
+        skipped_steps=sum("verdict" in row for row in rows),
+        epochs=loop.batches.epochs(loop.train),
+        world_size=loop.stepper.world.size,
+        strategy=loop.train.strategy,
+        method=loop.train.method,
+        precision=loop.train.precision,
+        tokens=sum(row["tokens"] for row in rows),
+        supervised_tokens=sum(row["supervised_tokens"] for row in rows),
+        train_s=round(sum(row["step_s"] for row in rows), 3),  # in steps alone
+        training_time_s=training_time_s((row["attempt"], row["elapsed_s"]) for row in rows),
+        tokens_per_s=speed(row["tokens_per_s"] for row in rows),
+        attempts=len({row["attempt"] for row in rows}),
+        final_loss=accepted[-1] if accepted else None,
+        blocks=len(loop.batches.reader),
+        batch_blocks=loop.batches.batch_blocks,
+        parameters=sizes["parameters"],
+        trainable_parameters=sizes["trainable_parameters"],
+    )

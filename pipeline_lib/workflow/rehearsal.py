@@ -16,22 +16,22 @@ from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError, TrainingError
 from pipeline_lib.core.events import EventName
-from pipeline_lib.core.files import read_jsonl, write_text
+from pipeline_lib.core.files import write_text
 from pipeline_lib.core.run_folder import (
     CHECKPOINTS,
     EVENTS_NAME,
     METRICS_NAME,
     PLAN_NAME,
-    SUMMARY_NAME,
     sealed_steps,
 )
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.stage import Say, open_sealed
 from pipeline_lib.core.store import read_manifest
 from pipeline_lib.core.units import HOUR_S, amount, brief, columns, count, rounded, size
-from pipeline_lib.records.plan import Figure, PlanDocument, read_plan
-from pipeline_lib.records.results import Parity, Step, Training
-from pipeline_lib.report.facts import read_one, read_rows
+from pipeline_lib.records.merge import PARITY_NAME, Unproven, read_parity
+from pipeline_lib.records.plan import PlanDocument, read_plan
+from pipeline_lib.records.record import read_records
+from pipeline_lib.records.training import Step, Training, read_training
 from pipeline_lib.report.plan_check import FIGURES, Compared, comparison, unjudged
 from pipeline_lib.upkeep.temporary import remove_passing
 
@@ -46,14 +46,16 @@ if TYPE_CHECKING:
 class Cost:
     """The cost of all steps.
 
-    `run_s` is in seconds and includes saving and validation as far as they are known; it has no low
-    end where the plan predicts no time. `checkpoint_bytes` is the size of one checkpoint.
+    `run_s`, from `low_s` to `high_s`, includes saving and validation as far as they are known; there
+    is no low end where the plan predicts no time. `checkpoint_bytes` is the size of one checkpoint.
     `around_s` is the time of each job before its first step and after its last one.
     """
 
     config: Config
     steps: int
-    run_s: Figure
+    run_s: float
+    low_s: float | None
+    high_s: float
     checkpoint_bytes: float | None
     around_s: float
 
@@ -67,33 +69,38 @@ class Cost:
         """
         saved = record.named(EventName.CHECKPOINT_SAVED)
         sizes = [float(event["bytes"]) for event in saved if "bytes" in event]
-        steps = plan.batch.steps or 0
-        planned = plan.prediction.step_s
-        if planned.value and planned.low and plan.prediction.run_s.value:
-            beside_s = max(0.0, plan.prediction.run_s.value - steps * planned.value)
-            each = (
-                min(planned.low, step_s),
-                min(planned.value, step_s),
-                max(planned.value, step_s),
-            )
-            low, value, high = (steps * one + beside_s for one in each)
+        steps = plan.run_steps
+        way = plan.prediction
+        low: float | None = None
+        if way is not None and way.run_s is not None:
+            planned = way.step_s
+            beside_s = max(0.0, way.run_s.value - steps * planned.value)
+            low = steps * min(planned.low, step_s) + beside_s
+            value = steps * min(planned.value, step_s) + beside_s
+            high = steps * max(planned.value, step_s) + beside_s
         else:
             save_s = statistics.median(
                 [float(event.get("duration_s", 0.0)) for event in saved] or [0.0]
             )
             saves = config.train.saves(steps, plan.batch.steps_per_epoch or steps)
-            low = None
             value = steps * step_s + save_s * saves
             high = value
-        run_s = Figure(value=value, low=low, high=high)
-        return Cost(config, steps, run_s, statistics.median(sizes) if sizes else None, around_s)
+        return Cost(
+            config=config,
+            steps=steps,
+            run_s=value,
+            low_s=low,
+            high_s=high,
+            checkpoint_bytes=statistics.median(sizes) if sizes else None,
+            around_s=around_s,
+        )
 
     def rows(self, store: Path) -> list[tuple[str, str]]:
         """Return labels and texts for steps, time, device hours, startup, disk and jobs."""
         cluster = self.config.cluster
-        value = self.run_s.value or 0.0
-        low = self.run_s.low
-        high = self.run_s.high or 0.0
+        value = self.run_s
+        low = self.low_s
+        high = self.high_s
         devices = cluster.ranks
         kind = "GPU"
         if cluster.device != "cuda":
@@ -240,8 +247,11 @@ def why_not(dag: Dag) -> str | None:
         return f"{_NOTHING}: train.until_step is {experiment.config.train.until_step}"
     if store.is_sealed(experiment.ref("train")):
         return f"{_NOTHING}: the training is done"
-    if reason := _too_short(read_plan(store.sealed(experiment.ref("plan")) / PLAN_NAME), rehearsal):
-        return reason
+    plan = experiment.ref("plan")
+    if store.is_sealed(plan):
+        reason = _too_short(read_plan(store.sealed(plan) / PLAN_NAME), rehearsal)
+        if reason is not None:
+            return reason
     run_dir = store.run_dir(run_digest(experiment.specs["train"]))
     newest = max((step for step, _ in sealed_steps(run_dir / CHECKPOINTS)), default=0)
     is_open = any(store.pointer(spec.ref).exists() for spec in (rehearsal.first, rehearsal.second))
@@ -251,8 +261,8 @@ def why_not(dag: Dag) -> str | None:
 
 
 def _too_short(plan: PlanDocument, rehearsal: Rehearsal) -> str | None:
-    steps = plan.batch.steps
-    if steps is None or steps > rehearsal.last_step:
+    steps = plan.run_steps
+    if steps > rehearsal.last_step:
         return None
     return f"{_NOTHING}: the whole run has {count(steps, 'steps')}"
 
@@ -265,7 +275,7 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
     store = dag.store
     trained = store.sealed(rehearsal.second.ref)
     plan = read_plan(trained / PLAN_NAME)
-    training = read_one(Training, trained / SUMMARY_NAME)
+    training = read_training(trained)
     if reason := _too_short(plan, rehearsal):
         return reason
     if training.steps != rehearsal.last_step:
@@ -280,11 +290,15 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
             f"{trained}: the second training did not resume from the checkpoint of step "
             f"{rehearsal.first_step}; see events.jsonl there"
         )
-    steps = read_rows(Step, trained / METRICS_NAME, read_jsonl)
-    step_s = min(step.step_s or 0.0 for step in steps)
-    around_s = read_manifest(trained).duration_s - (steps[-1].elapsed_s or 0.0)
+    steps = read_records(Step, trained / METRICS_NAME)
+    step_s = min(step.step_s for step in steps)
+    around_s = read_manifest(trained).duration_s - steps[-1].elapsed_s
     config = dag.experiment.config
-    parity = read_one(Parity, store.sealed(rehearsal.merge.ref) / "parity.json")
+    parity = read_parity(store.sealed(rehearsal.merge.ref) / PARITY_NAME)
+    if isinstance(parity, Unproven):
+        proof = parity.unproven
+    else:
+        proof = f"relative difference of the logits {parity.relative_difference:.1e}"
     cluster = config.cluster
     first, second, merge = (
         brief(read_manifest(store.sealed(spec.ref)).duration_s) for spec in rehearsal.specs
@@ -300,8 +314,7 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
         (
             "merge",
             merge,
-            parity.unproven
-            or f"relative difference of the logits {parity.relative_difference or 0:.1e}",
+            proof,
         ),
         (
             "load with transformers",
@@ -329,10 +342,11 @@ def _measured(
     plan: PlanDocument, training: Training, steps: list[Step], step_s: float, record: RunRecord
 ) -> list[tuple[str, ...]]:
     """Return a line for each predicted figure; the measured step time is an upper limit."""
-    (name, unit), band = FIGURES["step_s"], plan.prediction.step_s
+    name, unit = FIGURES["step_s"]
     found = comparison(plan, training, steps, record)
     rows: list[tuple[str, ...]] = []
-    if band.value and band.low is not None and band.high is not None:
+    if plan.prediction is not None:
+        band = plan.prediction.step_s
         found.insert(0, Compared("step_s", name, unit, band.value, band.low, band.high, step_s))
     else:
         rows.append(
@@ -351,7 +365,7 @@ def _measured(
         measured = f"measured {amount(one.measured, one.unit)}"
         rows.append((one.name, f"predicted {predicted} ({low} to {high})", measured, verdict))
     if not plan.cluster.is_gpu:
-        peak = max((step.peak_memory_bytes or 0 for step in steps), default=0)
+        peak = max((step.peak_memory_bytes for step in steps), default=0)
         rows.append(
             (
                 "memory of a rank",

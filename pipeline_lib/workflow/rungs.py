@@ -1,5 +1,6 @@
 """Successive halving: bring a training to its rung, then decide there which ones continue."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from pipeline_lib.config.halving import (
     write_record,
 )
 from pipeline_lib.core.errors import Diverged, TrainingError
-from pipeline_lib.core.files import read_json, read_jsonl
 from pipeline_lib.core.run_folder import METRICS_NAME, SUMMARY_NAME
 from pipeline_lib.core.stage import Say, open_sealed
 from pipeline_lib.core.store import Ref, Spec, Store
 from pipeline_lib.core.text import reason_of
 from pipeline_lib.core.units import columns, real
+from pipeline_lib.records.record import read_records
+from pipeline_lib.records.training import Step, read_training
 from pipeline_lib.upkeep.temporary import remove_passing
 
 
@@ -61,15 +63,21 @@ def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say
 
 def _reached(sealed: Path, step: int) -> Reached:
     """Return the sealed training's last validation up to `step`; else raise TrainingError."""
-    summary = read_json(sealed / SUMMARY_NAME)
-    rows = read_jsonl(sealed / METRICS_NAME)
-    validated = [row for row in rows if "validation_loss" in row and row["step"] <= step]
+    training = read_training(sealed)
+    validated = [
+        (row.step, row.validation_loss)
+        for row in read_records(Step, sealed / METRICS_NAME)
+        if row.validation_loss is not None and row.step <= step
+    ]
     if not validated:
         raise TrainingError(f"{sealed}: there was no validation up to step {step}")
-    last = validated[-1]
-    stopped = summary["stopped_early"] and summary["steps"] <= step
+    last_step, loss = validated[-1]
+    has_stopped = training.stopped_early and training.steps <= step
     return Reached(
-        last["step"], last["validation_loss"], stopped or summary["total_steps"] <= step, None
+        last_step,
+        loss if math.isfinite(loss) else None,
+        has_ended=has_stopped or training.total_steps <= step,
+        failure=None,
     )
 
 

@@ -10,8 +10,11 @@ from typing import TextIO
 from snakemake.common import NOTHING_TO_BE_DONE_MSG
 from snakemake_interface_logger_plugins.common import LogEvent
 
+from pipeline_lib.config.stages import STAGES
+
 _TO_TERMINAL = "DefaultStreamHandler"  # Snakemake's name for the handler that people see
-_OF_A_STAGE = "_stage"  # the end of the names of their rules
+# Targets, which compute nothing and have no title; `plan` shows the plan.
+_UNTITLED = {"all", "total", *STAGES} - {"plan"}
 
 
 class StageLines(logging.Handler):
@@ -30,7 +33,7 @@ class StageLines(logging.Handler):
         event = getattr(record, "event", None)
         if event == LogEvent.RUN_INFO:
             jobs: dict[str, int] = getattr(record, "stats", {})
-            self._total = sum(jobs[rule] for rule in jobs if rule.endswith(_OF_A_STAGE))
+            self._total = sum(jobs[rule] for rule in jobs.keys() - _UNTITLED)
         elif event == LogEvent.JOB_INFO and getattr(record, "rule_msg", None):
             self._begun += 1
             self._print(f"[{self._begun}/{self._total}] {record.__dict__['rule_msg']}")

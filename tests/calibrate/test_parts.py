@@ -17,7 +17,7 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.model.batch import Batch
 from pipeline_lib.model.build import decoder_layers
 from pipeline_lib.plan.machine import Pass
-from pipeline_lib.plan.workload import Workload
+from pipeline_lib.records.plan import Workload
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.step import Stepper
 from tests.ranks import run_ranks

@@ -11,7 +11,7 @@ from pipeline_lib.calibrate.random_model import batch_of_documents
 from pipeline_lib.calibrate.task import Task, config_json, with_layers
 from pipeline_lib.config.train import Train
 from pipeline_lib.plan.passes import shape_of, variant_of
-from pipeline_lib.plan.workload import Workload
+from pipeline_lib.records.plan import Workload
 
 SMALL = Geometry(
     vocab=512,

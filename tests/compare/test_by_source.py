@@ -10,7 +10,8 @@ from pipeline_lib.compare.differences import DifferingRow
 from pipeline_lib.compare.page import write_page
 from pipeline_lib.core.store import Store
 from pipeline_lib.evaluate.stage import scores_by_source
-from pipeline_lib.records.results import DocumentScore
+from pipeline_lib.records.evaluation import DocumentScore
+from pipeline_lib.records.record import to_json
 from pipeline_lib.report.statistics import DocumentLosses
 from tests.compare.fakes import Samples, compared, curve, evaluated, experiment, made, seal
 from tests.compare.test_command import run
@@ -40,14 +41,14 @@ def with_sources(
     files["tokenize"]["ledger.json"]["sources"].pop()
     curve(files, seed)
     evaluated(scores, files)
-    rows = [DocumentScore.model_validate(row) for row in scores]
+    rows = [DocumentScore(**row) for row in scores]
     numbers = {source: list(SOURCES[source]) for source in shifts}
     by_source = scores_by_source(
         numbers, DocumentLosses.of(rows, "base"), DocumentLosses.of(rows, "tuned")
     )
-    files["evaluate"]["metrics.json"]["eval"]["by_source"] = by_source
+    files["evaluate"]["metrics.json"]["eval"]["by_source"] = to_json(by_source)
     seal(store, experiment(name, data=TWO_SOURCES, **changes), files)
-    return {row["source"]: row["tuned"]["loss"] for row in by_source if "tuned" in row}
+    return {row.source: row.tuned.loss for row in by_source if row.tuned}
 
 
 @pytest.fixture

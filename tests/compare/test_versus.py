@@ -22,9 +22,10 @@ from pipeline_lib.compare.ranking import (
 )
 from pipeline_lib.compare.read import Known, Subject
 from pipeline_lib.core.store import FileEntry, Manifest, Store
-from pipeline_lib.records.results import DocumentScore, Evaluation
+from pipeline_lib.records.evaluation import DocumentScore
 from pipeline_lib.report.statistics import MIN_DOCUMENTS
 from tests.compare.fakes import Samples, name_of
+from tests.complete import evaluation
 
 TRIALS = 800
 Table = dict[DocumentKey, DocumentScore]
@@ -34,18 +35,18 @@ def table(nats: Any, tokens: Any, prefix: str = "") -> Table:
     rows = zip(nats.tolist(), tokens.tolist(), strict=True)
     named = ((f"{prefix}{index}", value, count) for index, (value, count) in enumerate(rows))
     return {
-        (name, 0): DocumentScore.model_construct(document=name, tokens=count, base=0.0, tuned=value)
+        (name, 0): DocumentScore(document=name, tokens=count, base=0.0, tuned=value)
         for name, value, count in named
     }
 
 
 def evaluated(scores: list[dict[str, Any]], loss: float | None = None) -> Known:
     """An experiment of which only that is known."""
-    rows = [DocumentScore.model_validate(row) for row in scores]
+    rows = [DocumentScore(**row) for row in scores]
     mean = sum(row.tuned for row in rows) / sum(row.tokens for row in rows) if rows else loss
     return Known(
         subject=Subject(Store(Path("store")), "one", {}, {"report": "0" * 16}),
-        evaluation=Evaluation.model_validate({"eval": {"tuned": {"loss": mean}}}),
+        evaluation=evaluation(mean),
         document_scores=rows,
     )
 

@@ -16,8 +16,8 @@ from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.data import shard as shard_stage
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.documents import Document
-from pipeline_lib.data.order import BlockGroup
 from pipeline_lib.data.shard import write_blocks
+from pipeline_lib.records.data import BlockGroup
 from tests.core.unreadable import endless_link
 
 
@@ -210,9 +210,7 @@ def test_an_index_of_another_kind_is_refused_at_open(
     write_blocks(tmp_path / "train", make_bins([[3]]), block_tokens=8, shards=1)
     edit_index(tmp_path / "train", **changes)
     for folder in (tmp_path / "train", tmp_path):  # the second has no index at all
-        with pytest.raises(
-            IntegrityError, match=r"index\.json: cannot read .* run snakemake again"
-        ):
+        with pytest.raises(IntegrityError, match=r"index\.json.* run snakemake again"):
             BlockReader(folder)
 
 

@@ -12,11 +12,12 @@ from pipeline_lib.data.ledger import (
     Encoded,
     FileLedger,
     SourceLedger,
-    ledger_json,
+    ledger_of,
     table,
     total_of,
     unread_lines,
 )
+from pipeline_lib.records.record import to_json
 
 EMPTY = Encoded(
     source=0,
@@ -84,7 +85,7 @@ def test_all_is_counted_and_summed() -> None:
     sources = [make_ledger("a", [4, 9]), make_ledger("b", [2])]
     total_of(sources)
     # the sum leaves its sources alone
-    found = ledger_json(sources, [np.array([4, 9]), np.array([2])])
+    found = to_json(ledger_of(sources, [np.array([4, 9]), np.array([2])]))
     assert found["sources"][0] == {
         "name": "a",
         "files": [
@@ -151,23 +152,21 @@ def test_books_that_do_not_add_up_are_never_written(key: str) -> None:
     ledger = make_ledger("a", [4, 9])
     setattr(ledger, key, getattr(ledger, key) + 1)
     with pytest.raises(IntegrityError):
-        ledger_json([ledger], [np.array([4, 9])])
+        ledger_of([ledger], [np.array([4, 9])])
 
 
 def test_the_files_have_to_add_up_too() -> None:
     ledger = make_ledger("a", [4, 9])
     ledger.files[0].rows -= 1
     with pytest.raises(IntegrityError, match="a: the files do not add up to 6 rows"):
-        ledger_json([ledger], [np.array([4, 9])])
+        ledger_of([ledger], [np.array([4, 9])])
 
 
 def test_a_source_of_which_nothing_is_kept_has_no_lengths() -> None:
-    found = ledger_json(
+    found = ledger_of(
         [make_ledger("a", [4]), make_ledger("b", [])], [np.array([4]), np.array([], dtype=np.int64)]
     )
-    assert (
-        found["sources"][1]["length_percentiles"] == {} and found["length_percentiles"]["max"] == 4
-    )
+    assert found.sources[1].length_percentiles == {} and found.length_percentiles["max"] == 4
 
 
 def test_a_turn_that_is_in_no_sample_and_no_drop_is_noticed() -> None:

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from pipeline_lib.data.order import (
     PADDING,
-    BlockGroup,
     epoch_blocks,
     epoch_of,
     epoch_steps,
@@ -19,6 +18,7 @@ from pipeline_lib.data.order import (
     step_blocks,
     total_steps,
 )
+from pipeline_lib.records.data import BlockGroup
 
 sizes = st.integers(1, 300)
 small = st.integers(1, 9)

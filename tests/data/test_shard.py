@@ -16,8 +16,9 @@ from pipeline_lib.core.store import Manifest, Ref, Spec, Store
 from pipeline_lib.data import packing, shard
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.documents import Samples
-from pipeline_lib.data.order import BlockGroup, step_blocks, total_steps
+from pipeline_lib.data.order import step_blocks, total_steps
 from pipeline_lib.data.packing import Bins, choose_held_out, pack
+from pipeline_lib.records.data import BlockGroup
 from tests.locks import hold
 
 from .conftest import Pipeline

@@ -48,7 +48,9 @@ from pipeline_lib.model.batch import empty_block
 from pipeline_lib.model.build import load_base
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.plan.evaluation import CPU_BYTES, Answers, Place, is_loaded_once
+from pipeline_lib.records.record import to_json
 from pipeline_lib.report.statistics import DocumentLosses
+from tests.complete import ledger, source
 from tests.data.test_shard import write_samples
 from tests.families import FAMILIES, write_family
 from tests.locks import hold
@@ -83,7 +85,7 @@ def test_packed_blocks_score_as_the_documents_do_alone(tmp_path: Path) -> None:
     assert losses.tokens.tolist() == tokens
     assert losses.nats == pytest.approx(nats, rel=1e-5)
     rows = score_rows(alone_each, losses, losses)
-    assert len({row["document"] for row in rows}) == len(rows) == len(alone_each)
+    assert len({row.document for row in rows}) == len(rows) == len(alone_each)
 
 
 def test_unigram_loss_by_hand(tmp_path: Path) -> None:
@@ -135,10 +137,10 @@ def test_a_gain_counts_and_noise_does_not() -> None:
 def test_the_verdict_says_what_the_figures_say() -> None:
     high, low = losses(5.0, 0.1, 0), losses(2.0, 0.1, 1)
     good = judge({"base": high, "tuned": low, "own": low, "shuffled": high}, unigram=4.0)
-    assert (good["improved"], good["beats_unigram"], good["uses_prompt"]) == (True, True, True)
+    assert (good.improved, good.beats_unigram, good.uses_prompt) == (True, True, True)
     bad = judge({"base": low, "tuned": high, "own": high, "shuffled": high}, unigram=4.0)
-    assert (bad["improved"], bad["beats_unigram"], bad["uses_prompt"]) == (False, False, False)
-    assert bad["text"].startswith("Not better than the base model")
+    assert (bad.improved, bad.beats_unigram, bad.uses_prompt) == (False, False, False)
+    assert bad.text.startswith("Not better than the base model")
 
 
 def test_nothing_supervised_is_an_error(tmp_path: Path) -> None:
@@ -151,8 +153,8 @@ def test_few_documents_prove_no_gain_however_large() -> None:
     tokens = np.full(19, 10)
     low, high = DocumentLosses(2.0 * tokens, tokens), DocumentLosses(5.0 * tokens, tokens)
     found = judge({"base": high, "tuned": low, "own": low, "shuffled": high}, unigram=4.0)
-    assert (found["improved"], found["uses_prompt"]) == (False, False)
-    assert found["text"].startswith(
+    assert (found.improved, found.uses_prompt) == (False, False)
+    assert found.text.startswith(
         "Not proven better than the base model on held-out answers (2.000 against 5.000 nats a "
         "token; fewer than 20 "
     )
@@ -397,7 +399,7 @@ def with_sources(job: Job, tmp_path: Path, **settings: Any) -> Job:
     write_samples(tmp_path / "tokenize", *of_sources)
     write_json(
         tmp_path / "tokenize" / "ledger.json",
-        {"sources": [{"name": "rows.jsonl"}, {"name": "rows.jsonl"}]},
+        to_json(ledger(source("rows.jsonl"), source("rows.jsonl"))),
     )
     spec = Spec("shard", 2, {"block_tokens": 64, **settings}, {"tokenize": Ref("tokenize", "0")})
     tokenize = Sealed(
@@ -428,7 +430,7 @@ def test_the_loss_of_each_source_is_that_of_its_own_documents(
         first, end = samples.source_offsets[number : number + 2]
         none = DocumentLosses(np.zeros(end - first), np.zeros(end - first, np.int64))
         names = {
-            row["document"]
+            row.document
             for row in score_rows([samples[each] for each in range(first, end)], none, none)
         }
         own = [row for row in rows if row["document"] in names]

@@ -13,8 +13,9 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.store import Ref, Store
 from pipeline_lib.evaluate.answers import modes_of
 from pipeline_lib.export.card import MOST_ROWS, cell, model_card
-from pipeline_lib.lineage.record import Record
-from pipeline_lib.records.results import Ledger, Source, Training
+from pipeline_lib.lineage.record import Lineage
+from pipeline_lib.records.data import Ledger
+from tests.complete import ledger, parity, source, training
 from tests.lineage.lineages import COMMIT, seal_model
 
 ATTACKS = (
@@ -28,11 +29,10 @@ ATTACKS = (
 )
 
 
-def page(ledger: Ledger, method: str = "full", model_type: str = "qwen3") -> str:
+def page(made: Ledger | None, method: str = "full", model_type: str = "qwen3") -> str:
     train = Train.model_validate({"method": method})
-    parity = {"relative_difference": 1e-7, "tolerance": 1e-4}
     return model_card(
-        Ref("merge", "0" * 16), model_type, train, Training(), parity, Record(), ledger
+        Ref("merge", "0" * 16), model_type, train, training(), parity(), Lineage(), made
     )
 
 
@@ -53,7 +53,7 @@ def test_a_hub_reads_what_it_wants_to_know(card: ModelCard) -> None:
     assert told["base_model"] == "Qwen/Qwen3-8B"
     assert (told["library_name"], told["pipeline_tag"]) == ("transformers", "text-generation")
     assert told["tags"] == ["qwen3", "sft"]
-    assert front_matter(ModelCard(page(Ledger(), "lora")))["tags"] == ["qwen3", "sft", "lora"]
+    assert front_matter(ModelCard(page(None, "lora")))["tags"] == ["qwen3", "sft", "lora"]
 
 
 def test_a_reader_finds_the_chain(card: ModelCard) -> None:
@@ -71,11 +71,11 @@ def test_a_reader_finds_the_chain(card: ModelCard) -> None:
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_hostile_name_is_words_in_one_cell(attack: str) -> None:
-    ledger = Ledger(sources=[Source(name=attack, rows=3, kept=2, supervised_tokens=1)])
+    made = ledger(source(attack))
     tokens = (
         MarkdownIt("commonmark")
         .enable(["table", "strikethrough"])
-        .parse(ModelCard(page(ledger)).text)
+        .parse(ModelCard(page(made)).text)
     )
     rows = [
         tokens[index + 1].children for index, token in enumerate(tokens) if token.type == "td_open"
@@ -96,15 +96,13 @@ def test_a_hostile_name_is_words_in_one_cell(attack: str) -> None:
 
 
 def test_a_hostile_model_type_stays_a_text_of_the_front_matter() -> None:
-    card = ModelCard(page(Ledger(), model_type='x"\nlicense: mit\n---\n# <b>'))
+    card = ModelCard(page(None, model_type='x"\nlicense: mit\n---\n# <b>'))
     assert "license" not in front_matter(card)
     assert "<b>" not in card.text
 
 
 def test_a_long_table_says_how_much_it_leaves_out() -> None:
-    text = page(
-        Ledger(sources=[Source(name=f"source {number}") for number in range(MOST_ROWS + 5)])
-    )
+    text = page(ledger(*(source(f"source {number}") for number in range(MOST_ROWS + 5))))
     assert "And 5 more, in `lineage.json`." in text
 
 

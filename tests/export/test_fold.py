@@ -37,6 +37,7 @@ from pipeline_lib.model.lora import add_adapters
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.saved_tensors import save_tensors
+from tests.complete import training_json
 from tests.locks import hold
 from tests.train.loading import SIZES, write_multimodal, write_random
 
@@ -366,7 +367,7 @@ def leave_training(model: nn.Module, trained: Path) -> None:
     """What a training stage leaves for the merge."""
     train_a_little(model, trained)
     save_probe(trained, BLOCK, probe_logits(model, BLOCK, torch.device("cpu")))
-    write_json(trained / "summary.json", {"steps": 3, "supervised_tokens": 99})
+    write_json(trained / "summary.json", training_json(steps=3, supervised_tokens=99))
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

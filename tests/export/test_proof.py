@@ -13,6 +13,7 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.export.proof import Reference, compare_logits, compare_tensors
 from pipeline_lib.model.kept import Kept
+from pipeline_lib.records.merge import Parity
 
 FULL = Train(precision="fp32", lr=1e-3)
 CASES = {
@@ -51,9 +52,9 @@ def merges(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_a_right_merge_is_proven(merges: Merges) -> None:
     figures = merges.proven("right")
-    assert figures["value_difference"] < 1e-6
-    assert figures["relative_difference"] <= figures["tolerance"]
-    assert (figures["tolerance"] == 1e-4) == (merges.case.train.precision == "fp32")
+    assert figures.value_difference < 1e-6
+    assert figures.relative_difference <= figures.tolerance
+    assert (figures.tolerance == 1e-4) == (merges.case.train.precision == "fp32")
 
 
 @pytest.mark.parametrize("wrong", [*PLANS, *FILES])
@@ -70,7 +71,7 @@ def test_a_slightly_wrong_merge_is_refused(merges: Merges, wrong: str) -> None:
 def test_rounding_that_changes_the_choice_of_experts_refuses_nothing(tmp_path: Path) -> None:
     merges = Merges.of(CASES["full"], tmp_path)
     assert merges.by_logits("right") > 3e-2  # in bf16, by which it was refused before
-    assert merges.proven("right")["relative_difference"] < 1e-5
+    assert merges.proven("right").relative_difference < 1e-5
 
 
 def test_what_a_device_keeps_is_read_once_and_proves_the_same(merges: Merges) -> None:
@@ -80,7 +81,7 @@ def test_what_a_device_keeps_is_read_once_and_proves_the_same(merges: Merges) ->
     by_value = compare_tensors(reference, CPU)
     for path in (merges.folder / "kept").glob("*.safetensors"):
         spoil_values(path)
-    assert {**compare_logits(reference, CPU), **by_value} == merges.proven("right")
+    assert Parity(**compare_logits(reference, CPU), **by_value) == merges.proven("right")
     with pytest.raises(TrainingError):
         merges.proven("kept")
 

@@ -142,5 +142,5 @@ def test_the_peak_is_as_predicted(
         WIDE_BLOCK_TOKENS,
         accumulation,
     )
-    print(f"{case}: measured {gib(measured)}, predicted {predicted.as_json()}")
+    print(f"{case}: measured {gib(measured)}, predicted {predicted}")
     assert measured == pytest.approx(predicted.allocated_bytes, rel=TOLERANCE)

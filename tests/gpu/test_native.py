@@ -76,6 +76,21 @@ def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else(
     assert scales[-1] < 2.0**36
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_muon_resumes_bitwise_near_the_curve_of_a_cpu(
+    arena: Arena, tmp_path: Path, strategy: str
+) -> None:
+    settings: dict[str, Any] = {"optimizer": "muon", "strategy": strategy, "save_every_steps": 2}
+    whole = run(arena, tmp_path / "whole", RANKS, replica="whole", **settings)
+    on_cpu = run(arena, tmp_path / "cpu", 1, device="cpu", replica="cpu", **settings)
+    assert losses(whole) == pytest.approx(losses(on_cpu), rel=1e-3)
+    job = arena.job(RANKS, tmp_path / "killed", device="cuda", **settings)
+    run_ranks(train_until_killed, RANKS, job, 4)
+    resumed = run(arena, tmp_path / "resumed", RANKS, **settings)
+    assert losses(resumed) == losses(whole)
+    assert digest_of(load_weights(resumed)) == digest_of(load_weights(whole))
+
+
 @pytest.mark.parametrize(
     "settings", [{"offload": "optimizer+params"}, {"unit_layers": 2}], ids=["offload", "units"]
 )

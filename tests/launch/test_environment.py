@@ -42,9 +42,10 @@ from pipeline_lib.launch.outcome import explain
 from pipeline_lib.launch.place import RankPlacement, srun_command
 from pipeline_lib.launch.rank_report import Cause, RankReport, Reporting
 from pipeline_lib.launch.stage import LaunchedAttempt
-from pipeline_lib.records.plan import PlanDocument, Ranks
+from pipeline_lib.records.plan import PlanDocument, PlannedCluster
 from pipeline_lib.slurm.job import SlurmJob
 from pipeline_lib.train.dist import is_lost_peer
+from tests.complete import plan_document
 from tests.locks import hold
 from tests.train.conftest import small_disk
 
@@ -66,9 +67,7 @@ MEETING = {"PIPELINE_RENDEZVOUS": "/private/rendezvous"}
 
 def plan(ranks: int = 2, device: str = "cpu", deterministic: bool = False) -> PlanDocument:
     cluster = {"ranks": ranks, "device": device, "cpus_per_rank": 3}
-    return PlanDocument.model_validate(
-        {"cluster": cluster, "chosen": {"deterministic": deterministic}}
-    )
+    return plan_document(cluster=cluster, chosen={"deterministic": deterministic})
 
 
 def place(
@@ -263,8 +262,15 @@ def test_within_a_job_spawn_has_a_program_on_each_node() -> None:
     assert command[command.index("node") + 1 :][-4:] == ["--", "rank", "--spec", "x"]
 
 
-def cluster(launcher: str, nodes: int = 1) -> Ranks:
-    return Ranks(launcher=launcher, nodes=nodes, ranks=2 * nodes, device="cpu", cpus_per_rank=1)
+def cluster(launcher: str, nodes: int = 1) -> PlannedCluster:
+    return PlannedCluster(
+        nodes=nodes,
+        ranks=2 * nodes,
+        device="cpu",
+        launcher=launcher,
+        cpus_per_rank=1,
+        max_requeues=0,
+    )
 
 
 def take(launcher: str, nodes: int, environ: dict[str, str], tmp_path: Path) -> Allocation:
@@ -440,7 +446,7 @@ def test_an_error_is_told_though_there_is_no_room_for_its_event(tmp_path: Path) 
     job = Job(Spec("train", 1, {}), store, {}, tmp_path / "out", print, lock)
     place = RankPlacement(launcher="srun", nodes=1, ranks_per_node=1, cpus_per_rank=1, device="cpu")
     with pytest.raises(TrainingError, match="the loss is not finite"):
-        Diverging(job, tmp_path, PlanDocument(), place, tmp_path, 1, None).run({})
+        Diverging(job, tmp_path, plan_document(), place, tmp_path, 1, None).run({})
 
 
 @pytest.mark.root

@@ -15,8 +15,8 @@ from pipeline_lib.core.files import sha256_text, write_json, write_jsonl, write_
 from pipeline_lib.core.stage import Job, run_stage
 from pipeline_lib.core.store import Store
 from pipeline_lib.export.card import model_card
-from pipeline_lib.lineage.record import LINEAGE_NAME, record_of
-from pipeline_lib.records.results import Ledger, Training
+from pipeline_lib.lineage.record import LINEAGE_NAME, lineage_of
+from tests.complete import parity, training
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HUB_MODEL = {"source": "modelscope", "name": "Qwen/Qwen3-8B", "revision": COMMIT}
@@ -106,12 +106,10 @@ def seal_model(
 
 def tell_origin(job: Job) -> None:
     """What merge.py does, without torch."""
-    record = record_of(job.inputs, job.store, job.say)
+    record = lineage_of(job.inputs, job.store, job.say)
     write_json(job.out / LINEAGE_NAME, record.model_dump(mode="json"))
     train = read_settings(Train, job.inputs["train"].manifest.spec["settings"])
-    parity = {"relative_difference": 1e-7, "tolerance": 1e-4}
-    training = Training(steps=118, world_size=2, strategy="ddp", supervised_tokens=604_000)
     write_text(
         job.out / "README.md",
-        model_card(job.spec.ref, "qwen3", train, training, parity, record, Ledger()),
+        model_card(job.spec.ref, "qwen3", train, training(), parity(), record, None),
     )

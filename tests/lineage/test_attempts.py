@@ -16,7 +16,7 @@ from pipeline_lib.launch.heartbeat import LostRank
 from pipeline_lib.launch.outcome import RankFailed, RanksLost
 from pipeline_lib.launch.place import RankPlacement
 from pipeline_lib.launch.stage import LaunchedAttempt
-from pipeline_lib.records.plan import PlanDocument
+from tests.complete import plan_document
 from tests.locks import hold
 
 
@@ -52,7 +52,7 @@ def written_by_the_launcher(run_dir: Path, error: PipelineError) -> list[dict[st
     attempt = Failing(
         job,
         run_dir,
-        PlanDocument(),
+        plan_document(),
         RankPlacement("spawn", 1, 2, 1, "cpu"),
         run_dir,
         1,

@@ -8,8 +8,8 @@ from pipeline_lib.core.units import (
     from_gigabytes,
     from_teraflops,
 )
-from pipeline_lib.plan.machine import Machine, Rate
-from pipeline_lib.plan.workload import Workload
+from pipeline_lib.plan.machine import Machine
+from pipeline_lib.records.plan import Rate, Workload
 
 QWEN3_06B = Geometry(151936, 1024, 3072, 28, 16, 8, 128, True, 40960)
 QWEN3_17B = Geometry(151936, 2048, 6144, 28, 16, 8, 128, True, 40960)

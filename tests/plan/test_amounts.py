@@ -20,7 +20,8 @@ from pipeline_lib.plan.amounts import Amount, amounts_of, expected_workload
 from pipeline_lib.plan.answer import answer, question_of
 from pipeline_lib.plan.known import vocabulary_of, workload_of
 from pipeline_lib.plan.warnings import on_steps
-from pipeline_lib.plan.workload import Workload
+from pipeline_lib.plan.workload import assumed_workload
+from pipeline_lib.records.plan import Workload
 from tests.stages import run_stages_here
 
 QWEN = Path(__file__).parents[3] / "shared" / "qwen3-tokenizer"
@@ -93,7 +94,7 @@ def test_it_is_near_what_packing_makes(
     store = Store(tmp_path / "store", UserCache(tmp_path / "cache"))
     path.write_text(path.read_text().replace("source: tiny", f"source: tiny, tokenizer: {QWEN}"))
     config = load_config(path)
-    told, assumed = expected(config, store), Workload.assumed(config)
+    told, assumed = expected(config, store), assumed_workload(config)
     run_stages_here(path, store, last="shard")
     packed = workload_of(config, store)
     assert told.is_assumed and told.is_estimated and not packed.is_assumed
@@ -135,11 +136,9 @@ def test_the_plan_before_packing_takes_as_many_blocks_as_hold_the_samples(tmp_pa
     config = load_config(path)
     question = question_of(config, store)
     each = question.workload.samples_per_block
-    assert each > 2 * Workload.assumed(config).samples_per_block
+    assert each > 2 * assumed_workload(config).samples_per_block
     assert question.batch(config.train).global_batch_blocks == round(64 / each)
-    [said] = [
-        text for text in answer(question).content["summary"]["assumed"] if "supervised" in text
-    ]
+    [said] = [text for text in answer(question).content.summary.assumed if "supervised" in text]
     assert said.startswith(
         f"by the first rows, documents of {question.workload.document_tokens:,.0f} tokens, "
     )
@@ -260,19 +259,19 @@ def test_a_file_of_which_nothing_is_kept_says_nothing(tmp_path: Path) -> None:
     path = config_of(tmp_path, [{"text": "word " * 9000}] * 30, "{max_tokens: 1024}")
     store = Store(tmp_path / "store")
     config = load_config(path)
-    assert expected_workload(config, None) == Workload.assumed(config)
+    assert expected_workload(config, None) == assumed_workload(config)
     assert list(on_steps(config, store)) == []
 
 
 def test_what_is_not_here_is_assumed(tmp_path: Path) -> None:
     path = config_of(tmp_path, [], "{max_tokens: 1024}")
     config = load_config(path)
-    assert expected_workload(config, None) == Workload.assumed(config)
+    assert expected_workload(config, None) == assumed_workload(config)
     path.write_text(
         path.read_text().replace(f"source: file, path: {tmp_path}/rows.jsonl", "source: pydoc")
     )
     config = load_config(path)
-    assert expected_workload(config, None) == Workload.assumed(config)
+    assert expected_workload(config, None) == assumed_workload(config)
 
 
 @pytest.mark.parametrize("files", [1, 2, 5, 30])

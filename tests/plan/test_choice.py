@@ -18,7 +18,7 @@ from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.predict import host_bytes_of_node, predict_step
 from pipeline_lib.plan.search import AS_GOOD, Setting, groups, simplest_of_fastest
 from pipeline_lib.plan.words import why_chosen
-from pipeline_lib.plan.workload import Workload
+from pipeline_lib.records.plan import Workload
 
 MODELS = (
     "Qwen3-0.6B",

@@ -15,11 +15,11 @@ from pipeline_lib.plan.machine import (
     Machine,
     MeasuredPart,
     Pass,
-    Rate,
     Speeds,
     find_gpu,
     gpu_names,
 )
+from pipeline_lib.records.plan import Rate
 
 NAMES = {field.name for field in dataclasses.fields(Speeds)}
 H200: dict[str, Any] = {"gpus_per_node": 8, "gpu": "h200"}

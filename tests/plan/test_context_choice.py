@@ -21,8 +21,7 @@ from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.predict import Prediction, host_bytes_of_node
 from pipeline_lib.plan.search import AS_GOOD, Setting
 from pipeline_lib.plan.show import render
-from pipeline_lib.plan.workload import Workload
-from pipeline_lib.records.plan import PlanDocument
+from pipeline_lib.records.plan import Workload
 
 LONG = 131_072
 PAGES = [
@@ -59,7 +58,7 @@ def asked(
 
 def chosen(found: Answer) -> int:
     """The number in plan.json, of which the launch reads it."""
-    return PlanDocument.model_validate(found.content).chosen.context_ranks
+    return found.content.chosen.context_ranks
 
 
 def test_where_no_block_fits_on_a_gpu_ranks_share_it_and_the_plan_says_so() -> None:
@@ -68,9 +67,10 @@ def test_where_no_block_fits_on_a_gpu_ranks_share_it_and_the_plan_says_so() -> N
     assert found.choice is not None and found.choice.chosen.fits
     count = chosen(found)
     assert count > 1
-    assert found.content["chosen"]["context_ranks"] == count
-    assert found.content["train"]["context_ranks"] == count
-    assert found.content["prediction"]["changes"]["context_ranks"] == count
+    assert found.content.chosen.context_ranks == count
+    assert found.content.train["context_ranks"] == count
+    assert found.content.prediction is not None
+    assert found.content.prediction.changes.context_ranks == count
     [way] = [line for line in render(found.content, False).splitlines() if line.startswith("WAY")]
     assert f"{count} ranks to a block" in way
 
@@ -79,8 +79,8 @@ def test_where_no_block_fits_on_a_gpu_ranks_share_it_and_the_plan_says_so() -> N
 def test_where_blocks_fit_each_rank_has_its_own(method: str) -> None:
     found = answer(asked("Qwen3-8B", H100S, 4096, 64, method=method))
     assert chosen(found) == 1
-    assert found.content["chosen"]["context_ranks"] == 1
-    assert "ranks to a block" not in found.content["summary"]["way"]
+    assert found.content.chosen.context_ranks == 1
+    assert "ranks to a block" not in found.content.summary.way
 
 
 CASES: dict[str, tuple[Any, ...]] = {
@@ -172,9 +172,9 @@ def test_a_named_strategy_gets_the_ranks_that_it_needs() -> None:
 def test_the_long_context_pages_say_with_how_much_host_memory_ranks_share_blocks(
     memory_gb: int, count: int, is_copied: bool, kept: int | str
 ) -> None:
-    train = answer(asked("Qwen3-8B", {**H100S, "memory_gb": memory_gb}, LONG, 8)).content["chosen"]
-    assert (train["context_ranks"], train["save_async"]) == (count, is_copied)
-    assert train["kept_attention_layers"] == kept
+    train = answer(asked("Qwen3-8B", {**H100S, "memory_gb": memory_gb}, LONG, 8)).content.chosen
+    assert (train.context_ranks, train.save_async) == (count, is_copied)
+    assert train.kept_attention_layers == kept
     for page in PAGES:
         assert {"792", "688", "539"} <= set(re.findall(r"\d+", page.read_text(encoding="utf-8")))
 
@@ -200,7 +200,7 @@ def test_fewer_blocks_than_ranks_are_shared_by_as_few_as_leave_none_idle(
     unnamed = asked("Qwen3-0.6B", {"gpus_per_node": 8}, 4096, blocks, method="lora", strategy="ddp")
     found = answer(unnamed)
     assert chosen(found) == count
-    assert found.content["batch"]["accumulation"] == blocks * count // 8
+    assert found.content.batch.accumulation == blocks * count // 8
 
 
 @pytest.mark.parametrize(("blocks", "count"), [(16, 1), (12, 4), (8, 2), (4, 4), (2, 8)])

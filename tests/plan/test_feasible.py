@@ -24,7 +24,7 @@ from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.machine import Machine, find_gpu
 from pipeline_lib.plan.remedies import Load, remedies
 from pipeline_lib.plan.search import Setting, groups
-from pipeline_lib.plan.workload import Workload
+from pipeline_lib.records.plan import Workload
 
 BLOCKS = Workload(2048, 0.98, 0.5, 512.0, None, None, is_assumed=True)
 

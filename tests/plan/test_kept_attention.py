@@ -25,8 +25,7 @@ from pipeline_lib.plan.search import Estimate, Setting
 from pipeline_lib.plan.show import render, render_what_if
 from pipeline_lib.plan.step_time import step_time
 from pipeline_lib.plan.words import describe
-from pipeline_lib.plan.workload import Workload
-from pipeline_lib.records.plan import PlanDocument
+from pipeline_lib.records.plan import Workload
 from tests.plan.test_context_choice import PAGES, asked
 
 LONGEST = 262_144
@@ -62,13 +61,11 @@ def test_adapters_of_8b_train_a_block_of_262_144_tokens_on_one_gpu_of_80_gb_with
     needed = way.memory.host_bytes + way.memory.copied_bytes + AROUND_BYTES + RANK_BYTES["cuda"]
     assert host_bytes_of_node(way.memory, machine) == needed
     assert needed <= from_gigabytes(128) < needed + of_attention
-    plan = PlanDocument.model_validate(found.content)
-    assert (
-        plan.chosen.kept_attention_layers == found.content["train"]["kept_attention_layers"] == kept
-    )
+    plan = found.content
+    assert plan.chosen.kept_attention_layers == found.content.train["kept_attention_layers"] == kept
     said = f"attention kept in {kept} layers"
     assert said in describe(way)
-    assert said in plan.prediction.words
+    assert plan.prediction is not None and said in plan.prediction.words
     shown = " ".join(render(found.content, False).split())
     assert (
         f"{said}, activations on the host" in shown.partition(" WAY ")[2].partition(" ASSUMED ")[0]
@@ -107,8 +104,8 @@ def test_a_what_if_question_compares_numbers_of_layers() -> None:
 def test_where_all_layers_have_room_nothing_is_said() -> None:
     for tokens, cluster in ((LONGEST, {**ONE_GPU, "memory_gb": 512}), (8192, ONE_GPU)):
         found = answer(asked("Qwen3-8B", cluster, tokens, 1, method="lora"))
-        assert found.content["chosen"]["kept_attention_layers"] == "auto"
-        assert "attention kept" not in found.content["summary"]["way"]
+        assert found.content.chosen.kept_attention_layers == "auto"
+        assert "attention kept" not in found.content.summary.way
 
 
 def test_more_host_memory_never_keeps_the_attention_of_fewer_layers() -> None:
@@ -277,21 +274,17 @@ def test_a_number_that_does_nothing_is_named(recompute: str, is_idle: bool) -> N
     cluster = {**ONE_GPU, "gpu": "h200", "memory_gb": 2000}
     train: dict[str, Any] = {"method": "lora", "strategy": "ddp", "recompute": recompute}
     found = answer(asked("Qwen3-8B", cluster, 32_768, 1, **train, kept_attention_layers=5)).content
-    warnings = [
-        text for text in found["words"].get("warnings", []) if "kept_attention_layers" in text
-    ]
-    assert (found["chosen"]["recompute"] != "full") == is_idle
+    warnings = [text for text in found.words.warnings if "kept_attention_layers" in text]
+    assert (found.chosen.recompute != "full") == is_idle
     assert len(warnings) == is_idle
     if is_idle:
-        checkpointing = (
-            f"train.activation_checkpointing: auto is {found['chosen']['recompute']} here"
-        )
+        checkpointing = f"train.activation_checkpointing: auto is {found.chosen.recompute} here"
         assert warnings[0].startswith(
             f"train.kept_attention_layers: 5 has no effect, because {checkpointing}"
         )
         assert warnings[0] in " ".join(render(found, False).split())
     free = answer(asked("Qwen3-8B", cluster, 32_768, 1, **train)).content
-    assert not any("kept_attention_layers" in text for text in free["words"].get("warnings", []))
+    assert not any("kept_attention_layers" in text for text in free.words.warnings)
 
 
 def test_a_short_run_is_compiled_if_only_that_fits() -> None:

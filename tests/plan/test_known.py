@@ -24,7 +24,7 @@ from pipeline_lib.core.store import (
     write_manifest,
 )
 from pipeline_lib.core.user_cache import UserCache
-from pipeline_lib.data.blocks import BlockIndex, BlockReader
+from pipeline_lib.data.blocks import BlockReader, read_index
 from pipeline_lib.data.download import run as download
 from pipeline_lib.data.shard import run as shard
 from pipeline_lib.data.tiny_model import build_tiny
@@ -239,7 +239,7 @@ def test_blocks_that_are_there_are_known(sealed: tuple[Config, Store], tmp_path:
         sum(n * n for n in lengths) / sum(lengths)
     )
     assert found.workload.real_fraction == pytest.approx(sum(lengths) / (len(reader) * 128))
-    assert found.workload.validation_blocks == BlockIndex.read(folder / "validation").blocks
+    assert found.workload.validation_blocks == read_index(folder / "validation").blocks
     assert blocks_of(config, Store(tmp_path / "empty")) is None
 
 

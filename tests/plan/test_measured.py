@@ -9,7 +9,8 @@ import pytest
 
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.plan.cluster import read_measured
-from pipeline_lib.plan.machine import Pass, Rate
+from pipeline_lib.plan.machine import Pass
+from pipeline_lib.records.plan import Rate
 
 CONTENT: dict[str, Any] = {
     "schema": 1,

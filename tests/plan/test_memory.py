@@ -13,7 +13,8 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import from_gigabytes
 from pipeline_lib.plan import moments
 from pipeline_lib.plan.machine import Ranks
-from pipeline_lib.plan.memory import PARTS, Memory, predict, predict_all
+from pipeline_lib.plan.memory import PARTS, predict, predict_all
+from pipeline_lib.records.plan import Memory
 from tests.plan.fleet import QWEN3_06B, QWEN3_8B
 
 NODE = Ranks(8, 8)
@@ -114,7 +115,7 @@ def test_the_parts_make_up_the_total(strategy: str, recompute: str) -> None:
     found = of(
         strategy=strategy, recompute=recompute, shard_ranks=4 if strategy == "hsdp" else None
     )
-    described = found.as_json()
+    described = vars(found)
     assert sum(described[f"{part}_bytes"] for part in PARTS) == described["total_bytes"]
     assert described["total_bytes"] - described["reserve_bytes"] == described["allocated_bytes"]
     assert min(described[f"{part}_bytes"] for part in PARTS) >= 0

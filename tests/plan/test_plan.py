@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,14 @@ from pipeline_lib.core.errors import ConfigError, DataError, DiskFull
 from pipeline_lib.core.files import read_json, write_json, write_text
 from pipeline_lib.core.stage import Job, Sealed
 from pipeline_lib.core.store import Manifest, Ref, Spec, Store
-from pipeline_lib.data.blocks import BlockIndex
-from pipeline_lib.data.order import BlockGroup, epoch_blocks
+from pipeline_lib.data.order import epoch_blocks
 from pipeline_lib.plan import stage
 from pipeline_lib.plan.show import render
 from pipeline_lib.plan.steps import batch_without_data, plan_batches
 from pipeline_lib.plan.trained import checkpoint_bytes
-from pipeline_lib.plan.workload import Workload, workload_from
-from pipeline_lib.records.plan import Summary
+from pipeline_lib.plan.workload import workload_from
+from pipeline_lib.records.data import BlockGroup, BlockIndex
+from pipeline_lib.records.plan import Summary, Workload, read_plan
 from tests.locks import hold
 
 SMALL: dict[str, Any] = {
@@ -258,7 +258,7 @@ def shown(job: Job) -> str:
 
 def detailed(job: Job) -> str:
     """The same with all details."""
-    return " ".join(render(read_json(job.out / "plan.json"), is_detailed=True).split())
+    return " ".join(render(read_plan(job.out / "plan.json"), is_detailed=True).split())
 
 
 def test_the_stage_counts_the_steps_of_weighted_blocks_and_says_so(tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ def test_a_plan_holds_what_the_report_and_the_ranks_read(tmp_path: Path) -> None
     assert found["segments"]
     assert all("segments" not in other for other in plan["others"].values())
     assert set(plan["words"]) == {"chosen", "verdicts", "others", "advice", "warnings"}
-    assert set(plan["summary"]) == set(Summary.model_fields)
+    assert set(plan["summary"]) == {field.name for field in fields(Summary)}
 
 
 def test_the_plan_says_what_samples_that_repeat_each_other_cost(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.train import Train
 from pipeline_lib.plan.choose import choose
 from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.machine import End, Figure, Machine, MeasuredPart, Pass, Ranks
+from pipeline_lib.plan.machine import End, Machine, MeasuredPart, Pass, Ranks
 from pipeline_lib.plan.memory import predict
 from pipeline_lib.plan.passes import COMPILE_S, ends_passes, layer_passes, shape_of
 from pipeline_lib.plan.predict import Prediction, host_need_of_node, lacks_host_memory, predict_step
@@ -23,7 +23,8 @@ from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.step_time import overlapped, step_time
 from pipeline_lib.plan.traffic import Reach, exchanges_of, reach_of
 from pipeline_lib.plan.words import describe, why_chosen
-from pipeline_lib.plan.workload import Case, Workload
+from pipeline_lib.plan.workload import Case
+from pipeline_lib.records.plan import Figure, Workload
 from tests.plan.fleet import QWEN3_06B, QWEN3_8B, machine, workload
 
 TWO_NODES = Ranks(16, 8)

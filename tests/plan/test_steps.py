@@ -19,7 +19,6 @@ from pipeline_lib.core.store import Store
 from pipeline_lib.core.user_cache import UserCache
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.documents import Document
-from pipeline_lib.data.order import BlockGroup
 from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.plan.steps import (
     Steps,
@@ -30,7 +29,9 @@ from pipeline_lib.plan.steps import (
     step_warnings,
 )
 from pipeline_lib.plan.warnings import on_steps
-from pipeline_lib.plan.workload import Workload, workload_from
+from pipeline_lib.plan.workload import assumed_workload, workload_from
+from pipeline_lib.records.data import BlockGroup
+from pipeline_lib.records.plan import Workload
 from tests.stages import run_stages_here
 
 BLOCK = 60
@@ -198,7 +199,7 @@ def test_rows_are_counted_or_extrapolated(tmp_path: Path, rows: int) -> None:
     )
     config = load_config(path)
     steps = estimated_steps(
-        config, batch_without_data(config.train, 1, Workload.assumed(config)), None
+        config, batch_without_data(config.train, 1, assumed_workload(config)), None
     )
     assert steps is not None
     kept = rows * (1 - config.data.validation_fraction)
@@ -259,7 +260,7 @@ def test_a_row_counts_for_no_more_than_the_tokenize_stage_keeps_of_it(
         path.read_text().replace("max_tokens: 256", f"max_tokens: 256, over_long: {over_long}")
     )
     config = load_config(path)
-    batch = batch_without_data(config.train, 1, Workload.assumed(config))
+    batch = batch_without_data(config.train, 1, assumed_workload(config))
     without = estimated_steps(config, batch, None)
     with rows.open("a") as file:
         file.write(json.dumps({"instruction": "What is this?", "output": "word " * 200_000}) + "\n")
@@ -277,7 +278,7 @@ def test_the_rows_of_a_saved_data_set_are_counted_in_its_split(tmp_path: Path) -
     path.write_text(path.read_text().replace("path: saved", f"path: {tmp_path}/saved"))
     config = load_config(path)
     steps = estimated_steps(
-        config, batch_without_data(config.train, 1, Workload.assumed(config)), None
+        config, batch_without_data(config.train, 1, assumed_workload(config)), None
     )
     assert steps is not None and steps.epoch is not None
     assert steps.epoch[1] == pytest.approx(
@@ -286,7 +287,7 @@ def test_the_rows_of_a_saved_data_set_are_counted_in_its_split(tmp_path: Path) -
     path.write_text(path.read_text().replace("split: test", "split: train"))
     config = load_config(path)
     assert (
-        estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config)), None)
+        estimated_steps(config, batch_without_data(config.train, 1, assumed_workload(config)), None)
         is None
     )
 
@@ -298,7 +299,7 @@ def test_data_that_is_not_here_is_not_guessed(tmp_path: Path) -> None:
     )
     config = load_config(path)
     assert (
-        estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config)), None)
+        estimated_steps(config, batch_without_data(config.train, 1, assumed_workload(config)), None)
         is None
     )
     assert steps_found(config, Store(tmp_path / "store")) == ([], [])

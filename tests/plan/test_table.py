@@ -1,6 +1,5 @@
 """The plan as people see it, and its formulas with the numbers put in."""
 
-import copy
 import json
 import re
 import time
@@ -31,7 +30,9 @@ from pipeline_lib.plan.predict import Prediction
 from pipeline_lib.plan.show import WIDTH, banded, render, render_what_if
 from pipeline_lib.plan.steps import Steps
 from pipeline_lib.plan.words import describe
-from pipeline_lib.records.plan import PART_NAMES, Figure, PlanDocument
+from pipeline_lib.records.plan import PART_NAMES, Figure, PlanDocument, PlannedWay
+from pipeline_lib.records.record import to_json
+from tests.complete import merged, record
 
 PYDOC = {"train": [{"source": "pydoc"}]}
 H200 = {"gpus_per_node": 8, "gpu": "h200", "memory_gb": 1800}
@@ -81,12 +82,16 @@ def found(request: pytest.FixtureRequest) -> Answer:
     return planned_case(request.param)
 
 
+def way_of(plan: PlanDocument) -> PlannedWay:
+    """The prediction of the chosen way, which there is."""
+    assert plan.prediction is not None
+    return plan.prediction
+
+
 @pytest.mark.parametrize("is_detailed", [False, True])
 def test_it_fits_the_terminal_and_survives_json(found: Answer, is_detailed: bool) -> None:
-    text = render(
-        json.loads(json.dumps(found.content, allow_nan=False, sort_keys=not is_detailed)),
-        is_detailed,
-    )
+    content = json.loads(json.dumps(to_json(found.content), allow_nan=False))
+    text = render(record(PlanDocument, content), is_detailed)
     assert max(len(line) for line in text.splitlines()) <= WIDTH
     assert text == render(found.content, is_detailed)
     assert is_detailed or len(text.splitlines()) <= 35
@@ -121,7 +126,7 @@ def test_it_fits_the_terminal_and_survives_json(found: Answer, is_detailed: bool
 )
 def test_the_first_line_answers_whether_it_fits(case: str, verdict: str, said: str) -> None:
     content = planned_case(case).content
-    assert content["summary"]["verdict"] == verdict
+    assert content.summary.verdict == verdict
     text = render(content)
     assert re.match(said, text.splitlines()[2])
     assert re.findall(r"^(TIME|STEPS|WAY|ASSUMED|NEXT) ", text, re.MULTILINE) == [
@@ -141,33 +146,30 @@ def test_what_lacks_only_the_margin_is_tight() -> None:
     way = replace(setting, machine=just).predict(found.choice.chosen.train)
     assert not way.fits
     assert re.match(r"tight: [\d.]+ [GM]iB short of the margin$", missed(way, just).briefly(just))
-    memory = {"ddp": {"total_bytes": 97 * 2**30}}
-    changed: dict[str, dict[str, Any]] = {
+    changed: dict[str, Any] = {
         "machine": {"gpu_memory_bytes": 100 * 2**30},
-        "memory": memory,
+        "memory": {"ddp": {"total_bytes": 97 * 2**30}},
         "summary": {"verdict": "tight"},
     }
-    parts = {name: {**found.content[name], **values} for name, values in changed.items()}
-    lines = render({**found.content, **parts}).splitlines()
+    lines = render(record(PlanDocument, merged(to_json(found.content), changed))).splitlines()
     assert re.match(r"TIGHT +97.0 of 100.0 GiB a GPU \(3% free\); ", lines[2])
 
 
 def test_what_is_given_or_measured_is_not_called_assumed(tmp_path: Path) -> None:
-    given = planned_case("8B on 8 H200").content["summary"]["assumed"]
-    assert given == [
+    given = planned_case("8B on 8 H200").content.summary.assumed
+    assert list(given) == [
         "documents of 1,024 tokens, 50% supervised in blocks 98% full",
         "speeds are typical of H200",
     ]
     name, block_tokens, cluster, train = CASES["8B on 8 H200"]
-    assumed = planned(name, block_tokens, {**cluster, "memory_gb": None}, **train).content[
-        "summary"
-    ]["assumed"]
+    roomy = planned(name, block_tokens, {**cluster, "memory_gb": None}, **train)
+    assumed = roomy.content.summary.assumed
     assert "1,536 GB of host memory" in assumed
     measured = measured_at(tmp_path, geometry_in(published("Qwen/Qwen3-8B") or {}))
-    some = planned(name, block_tokens, measured, **train).content["summary"]["assumed"]
+    some = planned(name, block_tokens, measured, **train).content.summary.assumed
     # 8 GPUs of one node have no links between nodes
-    assert some[1:] == ["9 of 10 speeds are typical of H200"]
-    assert planned_case("a GPU that is not named").content["summary"]["assumed"] == given[:1]
+    assert list(some[1:]) == ["9 of 10 speeds are typical of H200"]
+    assert planned_case("a GPU that is not named").content.summary.assumed == given[:1]
 
 
 def test_where_the_files_tell_how_many_steps_there_are_the_time_of_the_run_is_estimated() -> None:
@@ -182,17 +184,16 @@ def test_where_the_files_tell_how_many_steps_there_are_the_time_of_the_run_is_es
         Config.model_validate_json(json.dumps(sections)), Store(Path("/nowhere"))
     )
     content = answer(replace(question, estimated=Steps((80, 160, 310), (240, 480, 930)))).content
-    assert content["summary"]["steps"] == {"low": 240, "value": 480, "high": 930}
-    found = content["prediction"]
-    for end, steps in content["summary"]["steps"].items():
+    assert content.summary.steps == Figure(480, 240, 930)
+    run_s, gpu_hours = way_of(content).run_s, way_of(content).gpu_hours
+    assert run_s is not None and gpu_hours is not None
+    for end, steps in vars(content.summary.steps).items():
         train = Train.model_validate({**sections["train"], "max_steps": steps})
-        assert (
-            found["run_s"][end]
-            == answer(replace(question, train=train)).content["prediction"]["run_s"][end]
-        )
-    assert found["gpu_hours"]["value"] == pytest.approx(8 * found["run_s"]["value"] / 3600)
+        certain = way_of(answer(replace(question, train=train)).content).run_s
+        assert getattr(run_s, end) == getattr(certain, end)
+    assert gpu_hours.value == pytest.approx(8 * run_s.value / 3600)
     text = " ".join(render(content).split())
-    assert f", {brief(found['run_s']['value'])} in all (" in text
+    assert f", {brief(run_s.value)} in all (" in text
     assert "STEPS about 480 optimizer steps (240 to 930 by the first rows) in 1 epoch, " in text
     assert " in all" not in render(answer(question).content)
 
@@ -200,18 +201,17 @@ def test_where_the_files_tell_how_many_steps_there_are_the_time_of_the_run_is_es
 def test_the_price_of_a_gpu_hour_makes_money_of_gpu_hours() -> None:
     name, block_tokens, cluster, train = CASES["8B on 8 H200"]
     unknown = planned(name, block_tokens, {**cluster, "gpu_hour_price": 2.5}, **train).content
-    assert unknown["summary"]["cost"] is None
+    assert unknown.summary.cost is None
     assert "MONEY    20.00 an hour, at 2.50 a GPU-hour" in render(unknown)
     content = planned(
         name, block_tokens, {**cluster, "gpu_hour_price": 2.5}, **train, max_steps=100_000
     ).content
-    hours, cost = content["prediction"]["gpu_hours"], content["summary"]["cost"]
-    assert cost == pytest.approx({end: 2.5 * hours[end] for end in ("value", "low", "high")})
+    hours, cost = way_of(content).gpu_hours, content.summary.cost
+    assert hours is not None and cost is not None
+    assert vars(cost) == pytest.approx({end: 2.5 * one for end, one in vars(hours).items()})
     text = " ".join(render(content).split())
-    said = (
-        f"MONEY {cost['value']:,.2f} ({cost['low']:,.2f} to {cost['high']:,.2f}) for the training: "
-    )
-    assert f"{said}{gpu_hours(hours['value'])} at 2.50 a GPU-hour" in text
+    said = f"MONEY {cost.value:,.2f} ({cost.low:,.2f} to {cost.high:,.2f}) for the training: "
+    assert f"{said}{gpu_hours(hours.value)} at 2.50 a GPU-hour" in text
     assert "MONEY" not in render(planned_case("8B on 8 H200").content)
     on_cpus = planned("tiny", 256, {"gpu_hour_price": 2.5}, precision="fp32", max_steps=10).content
     assert "MONEY" not in render(on_cpus)
@@ -224,20 +224,16 @@ def test_every_strategy_that_was_compared_is_shown_and_the_chosen_one_marked(fou
         for line in lines
         if (match := re.match(r"([* ])  (ddp|fsdp|hsdp|zero\d) .* ([\d.]+ (?:ms|s) .*)", line))
     ]
-    expected = (
-        {found.content["chosen"]["strategy"], *found.content["others"]} if found.choice else set()
-    )
+    expected = {found.content.chosen.strategy, *found.content.others} if found.choice else set()
     assert {match[2] for match in shown} == expected <= set(STRATEGIES)
     if found.choice:
-        assert [match[2] for match in shown if match[1] == "*"] == [
-            found.content["chosen"]["strategy"]
-        ]
+        assert [match[2] for match in shown if match[1] == "*"] == [found.content.chosen.strategy]
         assert shown[0][1] == "*"
-    for name, prediction in found.content["others"].items():
-        verdict = found.content["words"]["verdicts"][name]
+    for name, prediction in found.content.others.items():
+        verdict = found.content.words.verdicts[name]
         is_said = re.match(r"too large by |tight: |a node lacks ", verdict)
-        assert bool(is_said) == (not prediction["fits"])
-        assert prediction["fits"] == bool(re.search(r"% (longer|shorter)|as long", verdict))
+        assert bool(is_said) == (not prediction.fits)
+        assert prediction.fits == bool(re.search(r"% (longer|shorter)|as long", verdict))
 
 
 def test_strategies_that_are_not_installed_are_said_to_be() -> None:
@@ -255,14 +251,13 @@ def test_strategies_that_are_not_installed_are_said_to_be() -> None:
 
 def test_bars_follow_each_other_and_are_as_long_as_what_they_stand_for(found: Answer) -> None:
     lines = render(found.content, is_detailed=True).splitlines()
-    memory = found.content["memory"][found.content["chosen"]["strategy"]]
-    machine = found.content["machine"]
-    is_gpu = found.content["cluster"]["device"] == "cuda"
-    whole = memory["total_bytes" if is_gpu else "allocated_bytes"]
-    whole = max(whole, (machine or {}).get("gpu_memory_bytes") or 0)
+    memory = found.content.memory[found.content.chosen.strategy]
+    is_gpu = found.content.cluster.device == "cuda"
+    whole = memory.total_bytes if is_gpu else memory.allocated_bytes
+    whole = max(whole, found.content.gpu_memory_bytes or 0)
     end = 0
     for part in PARTS:
-        size = memory[f"{part}_bytes"]
+        size = getattr(memory, f"{part}_bytes")
         bars = [
             line.split()[-1]
             for line in lines
@@ -284,10 +279,10 @@ def test_the_figures_are_those_of_the_plan(found: Answer) -> None:
     figure = found.choice.chosen.step_s
     assert f"TIME {brief(figure.value)} a step (" in text
     assert f"WAY {describe(found.choice.chosen)}" in text
-    assert found.content["words"]["chosen"] in text
-    for said in (*found.content["words"]["others"], *found.content["words"]["advice"]):
+    assert found.content.words.chosen in text
+    for said in (*found.content.words.others, *found.content.words.advice):
         assert said in text
-    if found.content["cluster"]["nodes"] == 2:
+    if found.content.cluster.nodes == 2:
         assert re.search(
             r"network [\d.]+ GB \([\d.]+ to [\d.]+\) sent by each node in a step, at 9 Gbit/s", text
         )
@@ -306,21 +301,21 @@ def test_the_figures_are_those_of_the_plan(found: Answer) -> None:
 def test_the_host_memory_of_a_node_is_shown(case: str, memory_gb: int | None, said: str) -> None:
     name, block_tokens, cluster, train = CASES[case]
     found = planned(name, block_tokens, {**cluster, "memory_gb": memory_gb}, **train).content
-    memory = found["memory"][found["chosen"]["strategy"]]
-    ranks, is_gpu = Ranks(found["cluster"]["ranks"], found["cluster"]["ranks"]), case == "offload"
-    offloaded, copied, on_cpus = (
-        memory[f"{name}_bytes"] for name in ("host", "copied", "cpu_rank")
-    )
+    memory = found.chosen_memory
+    ranks, is_gpu = Ranks(found.cluster.ranks, found.cluster.ranks), case == "offload"
+    offloaded, copied, on_cpus = memory.host_bytes, memory.copied_bytes, memory.cpu_rank_bytes
     need = host_need(offloaded, copied, on_cpus, ranks, is_gpu)
-    assert need.total_bytes > ranks.total * memory["host_bytes" if is_gpu else "allocated_bytes"]
-    assert found["summary"]["host_needed_bytes"] == need.total_bytes
+    held = memory.host_bytes if is_gpu else memory.allocated_bytes
+    assert need.total_bytes > ranks.total * held
+    assert found.summary.host_needed_bytes == need.total_bytes
     number = rounded(need.total_bytes / 10**9, "GB").removesuffix(
         "" if said.startswith("GB") else " GB"
     )
     assert f"host {number} {said.removeprefix('GB ')}" in " ".join(render(found).split())
-    assert found["machine"]["host_memory_bytes"] == (memory_gb and memory_gb * 10**9)
+    assert found.machine is not None
+    assert found.machine.host_memory_bytes == (memory_gb and memory_gb * 10**9)
     assumed = 8 * 192 * 10**9 if is_gpu and memory_gb is None else None
-    assert found["machine"]["assumed_host_memory_bytes"] == assumed
+    assert found.machine.assumed_host_memory_bytes == assumed
 
 
 @pytest.mark.parametrize("memory_gb", [60, 400])
@@ -342,7 +337,7 @@ def test_where_only_the_hosts_lack_memory_that_is_said(memory_gb: int) -> None:
 def test_what_cpus_lack_is_host_memory_and_no_gpus() -> None:
     cluster = {"cpu_ranks": 2, "memory_gb": 2}
     found = planned("Qwen/Qwen3-0.6B", 1024, cluster, strategy="ddp", precision="fp32")
-    verdicts = found.content["words"]["verdicts"]
+    verdicts = found.content.words.verdicts
     assert re.fullmatch(r"the default, a node lacks [\d.]+ GB of host memory", verdicts["ddp"])
     assert not any("a GPU" in verdict for verdict in verdicts.values())
 
@@ -372,11 +367,10 @@ def test_the_parts_of_a_token_in_a_layer_add_up(
 
 
 def test_a_rounding_error_is_no_part_of_a_step() -> None:
-    plan = copy.deepcopy(planned_case("8B on 8 H200").content)
-    plan["prediction"]["parts"] |= {
-        "exchange": 5.47e-12,
-        "data": 0.01 * plan["prediction"]["step_s"]["value"],
-    }
+    plan = planned_case("8B on 8 H200").content
+    way = way_of(plan)
+    parts_s = {**way.parts, "exchange": 5.47e-12, "data": 0.01 * way.step_s.value}
+    plan = replace(plan, prediction=replace(way, parts=parts_s))
     parts = re.findall(r" (\w+) +[\d.]+ m?s  [·█]", render(plan, is_detailed=True))
     assert "data" in parts
     assert "exchange" not in parts
@@ -389,17 +383,17 @@ def test_of_cpus_that_were_not_measured_times_are_said_to_be_rough() -> None:
 
 
 def test_what_to_do_next_begins_with_what_makes_a_run_fit_or_gains_most() -> None:
-    large = planned_case("no way fits").content["summary"]["next"]
+    large = planned_case("no way fits").content.summary.next
     slow = planned_case("2 x 2 A10").content
     assert large and not [action for action in large if "calibrate" in action]
     assert re.match(r"train\.|cluster\.", large[0])
-    actions = slow["summary"]["next"]
+    actions = slow.summary.next
     assert re.match(
         r"train.strategy: auto, with no other placement key set \([\d.]+ times as fast\)",
         actions[0],
     )
     assert len(actions) == 3 and "calibrate" in actions[2]
-    assert len(slow["words"]["advice"]) == 4
+    assert len(slow.words.advice) == 4
     text = render(slow)
     assert all(f"{number}. {action[:40]}" in text for number, action in enumerate(actions, start=1))
 
@@ -472,7 +466,7 @@ def test_memory_is_shown_beside_what_if_also_of_a_gpu_that_is_not_named() -> Non
         line[:10].strip(): line
         for line in render_what_if(now, then, ["cluster.gpus_per_node=4"]).splitlines()
     }
-    assert [gib(plan["memory"]["fsdp"]["total_bytes"]) for plan in (now, then)] == re.findall(
+    assert [gib(plan.memory["fsdp"].total_bytes) for plan in (now, then)] == re.findall(
         r"[\d.]+ GiB", rows["MEMORY"]
     )
     assert "not known" in rows["TIME"]
@@ -554,11 +548,12 @@ def test_one_of_a_thing_is_no_plural() -> None:
     ones = dict.fromkeys(
         ("blocks", "epoch_blocks", "steps", "steps_per_epoch", "last_step_blocks"), 1
     )
-    batch = {**content["batch"], **ones, "padding_fraction": 0.0}
-    summary = {**content["summary"], "steps": {"value": 1, "low": 1, "high": 1}}
-    text = " ".join(
-        render({**content, "batch": batch, "summary": summary}, is_detailed=True).split()
-    )
+    changes = {
+        "batch": {**ones, "padding_fraction": 0.0},
+        "summary": {"steps": {"value": 1, "low": 1, "high": 1}},
+    }
+    made = record(PlanDocument, merged(to_json(content), changes))
+    text = " ".join(render(made, is_detailed=True).split())
     assert "1 optimizer step in 1 epoch, 1,024 tokens each" in text
     assert "1 in the first epoch, whose last step has 1 block" in text
 
@@ -570,8 +565,8 @@ def test_epochs_are_not_said_of_a_run_that_max_steps_ends() -> None:
     assert "STEPS 3 optimizer steps, 1,024 tokens each" in " ".join(
         render(content, is_detailed=False).split()
     )
-    batch = {**content["batch"], "blocks": 5, "epochs": 0.56}
-    text = " ".join(render({**content, "batch": batch}, is_detailed=False).split())
+    made = replace(content, batch=replace(content.batch, blocks=5, epochs=0.56))
+    text = " ".join(render(made, is_detailed=False).split())
     assert "STEPS 3 optimizer steps in 0.56 epochs, 1,024 tokens each" in text
 
 
@@ -643,15 +638,14 @@ def test_the_near_miss_stands_below_the_reason_and_in_the_plan() -> None:
         text,
     )
     assert text.index("TIME ") < text.index("verdict ") < text.index("near miss ")
-    assert near["near_miss"]["lacks"]["host_bytes"] > 0
-    assert near["near_miss"]["prediction"]["fits"] is False
-    faster_s = near["near_miss"]["prediction"]["step_s"]["value"]
-    assert faster_s < near["prediction"]["step_s"]["value"]
-    shown = PlanDocument.model_validate(near).near_miss
-    assert shown.prediction.step_s.value == faster_s
+    assert near.near_miss is not None
+    assert near.near_miss.lacks.host_bytes > 0
+    assert near.near_miss.prediction.fits is False
+    faster_s = near.near_miss.prediction.step_s.value
+    assert faster_s < way_of(near).step_s.value
 
     none = planned("Qwen/Qwen3-30B-A3B", 4096, {**cluster, "memory_gb": 500}, **settings).content
-    assert none["near_miss"] is None
+    assert none.near_miss is None
     assert "near miss" not in render(none)
 
 
@@ -660,15 +654,15 @@ def test_where_nothing_fits_the_fastest_that_lacks_little_is_told_too() -> None:
     settings = {"strategy": "auto", "global_batch_tokens": 64 * 4096}
     found = planned("Qwen/Qwen3-14B", 4096, {"gpus_per_node": 1, "gpu": "h200"}, **settings)
     assert found.refusal is not None
-    lacks = found.content["near_miss"]["lacks"]
-    assert lacks["host_bytes"] > 0
-    near = found.content["words"]["near_miss"]
+    assert found.content.near_miss is not None
+    assert found.content.near_miss.lacks.host_bytes > 0
+    near = found.content.words.near_miss
     assert re.search(
         r" a step; .*a node needs [\d.]+ GB of host memory, and 192.00 GB are assumed", near
     )
     hopeless = planned("Qwen/Qwen3-235B-A22B", 4096, {"gpus_per_node": 1, "gpu": "a10"}, **settings)
     assert hopeless.refusal is not None
-    assert hopeless.content["near_miss"] is None
+    assert hopeless.content.near_miss is None
 
 
 @pytest.mark.parametrize(("precision", "of"), [("bf16", ""), ("fp8", " of bf16's peak")])

@@ -14,11 +14,10 @@ def plan(steps: int) -> dict[str, Any]:
     """The plan that the training of the demo kept: the update takes longer than its band allows."""
     state = {"weights_bytes": 4_198_400, "gradients_bytes": 4_198_400, "optimizer_bytes": 8_396_800}
     memory = {
-        "ddp": {**state, "allocated_bytes": 20_480_000},
-        "fsdp": {
-            **{key: value // 2 for key, value in state.items()},
-            "allocated_bytes": 12_083_200,
-        },
+        "ddp": memory_of(**state, activations_bytes=3_686_400),
+        "fsdp": memory_of(
+            **{key: value // 2 for key, value in state.items()}, activations_bytes=3_686_400
+        ),
     }
     chosen = prediction("ddp", 0.4, 20_480_000, 20_480_000, update_s=0.01)
     chosen |= {
@@ -35,19 +34,31 @@ def plan(steps: int) -> dict[str, Any]:
     return {
         "schema": 3,
         "experiment": "demo",
-        "model": {"parameters": 1_049_600, "trainable_parameters": 1_049_600, "layers": 4, "hidden_size": 128},
-        "cluster": {"nodes": 1, "ranks": 2, "device": "cpu", "cpus_per_rank": 1},
+        "model": {"parameters": 1_049_600, "trainable_parameters": 1_049_600, "matmul_parameters": 1_000_000,
+                  "layers": 4, "hidden_size": 128, "vocab_tokens": 4096},
+        "cluster": cluster(1, 2, "cpu", 1),
         "machine": machine("2 CPU ranks", 1, 2, None),
         "workload": workload(256, 90.0),
         "batch": {
-            "block_tokens": 256, "blocks": 1884, "validation_blocks": 101, "global_batch_blocks": 32,
+            "block_tokens": 256, "blocks": 1884, "epoch_blocks": 1884, "validation_blocks": 101,
+            "global_batch_blocks": 32,
             "micro_batch_blocks": 8, "accumulation": 2, "steps_per_epoch": 59, "epochs": 2, "steps": steps,
             "last_step_blocks": 28, "tokens_per_step": 8192, "padding_fraction": 0.0297,
             "samples_per_step": 124.4, "supervised_tokens_per_step": 3512,
         },
         "memory": memory,
         "chosen": {
-            "strategy": "ddp", "micro_batch_blocks": 8, "save_every_steps": 50, "keep_last": 2, "timeout_s": 600,
+            **{"strategy": "ddp", "micro_batch_blocks": 8, "save_every_steps": 50, "keep_last": 2, "timeout_s": 600},
+            **{"attention": "auto", "compile": False, "context_ranks": 1, "deepspeed_json": None, "offload": "none"},
+            **{"deterministic": False, "kept_attention_layers": "auto", "offload_activations": False, "unit_layers": 1},
+            **{"profile_every_steps": None, "recompute": "none", "reshard": True, "sample_every_steps": None},
+            **{"save_async": True, "shard_ranks": None, "start_timeout_s": 900},
+        },
+        "train": {}, "tracking": {"to": [], "project": "qwen3-pipeline"}, "stages": [], "near_miss": None,
+        "summary": {
+            "verdict": "fits", "host_needed_bytes": 3_000_000_000,
+            "steps": {"value": steps, "low": steps, "high": steps},
+            "gpu_hour_price": None, "cost": None, "way": "ddp", "assumed": [], "next": [],
         },
         "disk": {"checkpoint_bytes": 12_595_200, "needed_bytes": 37_785_600},
         "prediction": chosen,
@@ -59,13 +70,15 @@ def plan(steps: int) -> dict[str, Any]:
             "others": ["fsdp, micro-batch 8 x accumulation 2: 460 ms a step, 15% longer"],
             "advice": ["3% of the tokens are padding: longer blocks (shard.block_tokens) need less "
             "of it"],
+            "verdicts": {},
         },
     }  # fmt: skip
 
 
 def plan_without_times(steps: int) -> dict[str, Any]:
     """A plan for a machine that is not known."""
-    return plan(steps) | {"machine": None, "prediction": None, "others": {}, "words": None}
+    words = {"chosen": "ddp", "verdicts": {}, "others": [], "advice": []}
+    return plan(steps) | {"machine": None, "prediction": None, "others": {}, "words": words}
 
 
 def gpu_plan(steps: int) -> dict[str, Any]:
@@ -81,14 +94,7 @@ def gpu_plan(steps: int) -> dict[str, Any]:
         parts = {
             f"{name}_bytes": round(size * GIB) for name, size in zip(names, sizes, strict=True)
         }
-        allocated = sum(parts.values())
-        reserve = round(2 * GIB + 0.02 * allocated)
-        memory[strategy] = {
-            **parts,
-            "reserve_bytes": reserve,
-            "allocated_bytes": allocated,
-            "total_bytes": allocated + reserve,
-        }
+        memory[strategy] = memory_of(**parts)
     seconds = {"fsdp": 3.41, "hsdp": 3.17, "ddp": 3.2, "zero1": 3.6, "zero2": 4.4, "zero3": 8.9}
     made = {
         name: prediction(name, seconds[name], one["allocated_bytes"], one["total_bytes"])
@@ -100,7 +106,7 @@ def gpu_plan(steps: int) -> dict[str, Any]:
     chosen |= {"run_s": band(steps * 3.41 + 20), "gpu_hours": band((steps * 3.41 + 20) * 8 / 3600)}
     demo = plan(steps)
     return demo | {
-        "cluster": {"nodes": 2, "ranks": 8, "device": "cuda", "cpus_per_rank": 12},
+        "cluster": cluster(2, 8, "cuda", 12),
         "machine": machine("NVIDIA H100 80GB", 2, 4, 85_899_345_920),
         "workload": workload(4096, 1310.0),
         "memory": memory,
@@ -123,7 +129,34 @@ def gpu_plan(steps: int) -> dict[str, Any]:
                 "400 Gbit/s between nodes instead of 200 Gbit/s would hide the communication: 2.91 "
                 "s a step"
             ],
+            "verdicts": {},
         },
+    }
+
+
+def cluster(nodes: int, ranks: int, device: str, cpus_per_rank: int) -> dict[str, Any]:
+    """Where the ranks run."""
+    return {
+        **{"nodes": nodes, "ranks": ranks, "device": device, "cpus_per_rank": cpus_per_rank},
+        **{"launcher": "auto", "max_requeues": 20},
+    }
+
+
+def memory_of(**parts: int) -> dict[str, Any]:
+    """The memory of a rank of these parts and a reserve."""
+    names = ("gathered", "exchanged", "loss", "host", "checkpoint", "copied", "cpu_rank")
+    allocated = sum(parts.values())
+    reserve = round(2 * GIB + 0.02 * allocated)
+    kept = ("weights_bytes", "gradients_bytes", "optimizer_bytes")
+    return {
+        **dict.fromkeys((f"{name}_bytes" for name in names), 0),
+        **parts,
+        "reserve_bytes": reserve,
+        "moment": "at the loss",
+        "error": 0.05,
+        "state_bytes": sum(parts[name] for name in kept),
+        "allocated_bytes": allocated,
+        "total_bytes": allocated + reserve,
     }
 
 
@@ -154,7 +187,7 @@ def gpu_run(files: dict[str, dict[str, Any]]) -> None:
 def prediction(
     strategy: str, step_s: float, peak: int, needed: int, update_s: float | None = None
 ) -> dict[str, Any]:
-    """Prediction.as_json() of a step of that length, with exchanges that are mostly hidden."""
+    """PlannedWay of a step of that length, with exchanges that are mostly hidden."""
     parts = {"forward": 0.26, "recompute": 0.1, "backward": 0.5, "exchange": 0.1, "update": 0.04}
     phases = {
         "forward": 0.3 * step_s,
@@ -198,7 +231,7 @@ def prediction(
         "changes": {
             "strategy": strategy, "shard_ranks": 4 if strategy == "hsdp" else None, "micro_batch_blocks": 2,
             "recompute": recompute, "offload": "none",
-            "reshard": strategy != "fsdp", "compile": strategy == "fsdp",
+            "reshard": strategy != "fsdp", "compile": strategy == "fsdp", "context_ranks": 1, "save_async": True,
         },
         "words": [
             f"{strategy} over 4 ranks" if strategy == "hsdp" else strategy, "micro-batch 2 x "
@@ -233,7 +266,7 @@ def without_segments(one: dict[str, Any]) -> dict[str, Any]:
 def machine(
     name: str, nodes: int, ranks_per_node: int, gpu_memory_bytes: int | None
 ) -> dict[str, Any]:
-    """Machine.as_json()."""
+    """PlannedMachine."""
     rates = {
         "matmul_flop_s": (6.6e14, "catalogue: 67% of the peak"),
         "memory_bytes_s": (2.9e12, "catalogue"),
@@ -250,6 +283,8 @@ def machine(
         **{
             "peak_flop_s": None,
             "host_memory_bytes": 64 * GIB,
+            "assumed_host_memory_bytes": None,
+            "other_parts": 0,
             "measured_parts": 2 if gpu_memory_bytes else 0,
         },
         "rates": {
@@ -259,7 +294,7 @@ def machine(
 
 
 def workload(block_tokens: int, document_tokens: float) -> dict[str, Any]:
-    """asdict(Workload)."""
+    """Workload."""
     return {
         **{"block_tokens": block_tokens, "real_fraction": 0.97, "supervised_fraction": 0.63},
         **{
@@ -268,7 +303,12 @@ def workload(block_tokens: int, document_tokens: float) -> dict[str, Any]:
             "epoch_blocks": 1884,
             "validation_blocks": 101,
         },
-        "is_assumed": False,
+        **{
+            "is_assumed": False,
+            "is_estimated": False,
+            "samples_per_block": 4.0,
+            "document_band": None,
+        },
     }
 
 
@@ -277,19 +317,19 @@ def hostile_plan(found: dict[str, Any], attack: str) -> dict[str, Any]:
     one = found["prediction"]
     of_names = {"name": attack, "phase": attack, "link": attack}
     hostile = one | {
-        "bound": attack,
-        "changes": {"strategy": attack, "recompute": attack, "offload": attack},
+        "changes": one["changes"] | {"strategy": attack, "recompute": attack, "offload": attack},
         "words": [attack, attack],
         "parts": {attack: 0.1, **one["parts"]},
         "segments": [each | {"name": attack} for each in one["segments"]]
-        + [{"lane": attack, "name": attack}],
+        + [{"lane": attack, "name": attack, "start_s": 0.0, "duration_s": 0.1}],
         "exchanges": [each | of_names for each in one["exchanges"]],
     }
     rate = {"value": 1.0, "low": 1.0, "high": 1.0, "source": attack}
     return found | {
         "memory": {attack: found["memory"]["ddp"]},
+        "chosen": found["chosen"] | {"strategy": attack},
         "machine": found["machine"] | {"name": attack, "rates": {attack: rate}},
         "prediction": hostile,
         "others": {attack: without_segments(hostile)},
-        "words": {"chosen": attack, "others": [attack], "advice": [attack]},
+        "words": {"chosen": attack, "others": [attack], "advice": [attack], "verdicts": {}},
     }

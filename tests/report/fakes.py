@@ -22,8 +22,11 @@ from pipeline_lib.core.store import (
     read_manifest,
     write_manifest,
 )
+from pipeline_lib.records.record import to_json
 from pipeline_lib.report import stage
 from pipeline_lib.report.facts import ReportFacts, read_facts
+from tests import complete
+from tests.complete import training_json
 from tests.report.fake_plans import hostile_plan, plan
 
 Files = dict[str, dict[str, Any]]
@@ -164,21 +167,30 @@ def ledger() -> dict[str, Any]:
     """Two sources, with drops and quarantine."""
     pydoc: dict[str, Any] = {
         "name": "pydoc", "format": "messages", "rows": 6000, "conversations": 5994, "samples": 5994,
-        "quarantined": {"no assistant turn": 4, "empty answer": 2}, "kept": 5716, "truncated": 120,
+        "quarantined": {"no assistant turn": 4, "empty answer": 2}, "kept": 5716, 
+        "turns": 5994, "prompts": {}, "repeated_tokens": 0,
+        "length_percentiles": {}, "truncated": 120,
         "dropped": {"longer than 256 tokens": 278}, "tokens": 492_900, "supervised_tokens": 318_100,
         "duplicates": {"exact": 9}, "duplicates_dropped": 0, "split": 0,
         "files": [{"name": "pydoc", "format": "messages", "rows": 6000, "unread": {}, "unread_others": 0}],
     }  # fmt: skip
     notes: dict[str, Any] = {
         "name": "data/field-notes-2026-spring.jsonl", "format": "sharegpt", "rows": 1248, "conversations": 1180,
-        "samples": 1180, "quarantined": {"not JSON": 11, "unknown role": 49}, "kept": 1122, "truncated": 0,
+        "samples": 1180, "quarantined": {"not JSON": 11, "unknown role": 49}, "kept": 1122, 
+        "turns": 1180, "prompts": {}, "repeated_tokens": 0,
+        "length_percentiles": {}, "truncated": 0,
         "dropped": {"longer than 256 tokens": 51, "nothing supervised": 7}, "tokens": 120_400,
         "supervised_tokens": 61_200, "duplicates": {"exact": 3, "near": 5}, "duplicates_dropped": 8, "split": 40,
         "files": [{"name": "field-notes-2026-spring.jsonl", "format": "sharegpt", "rows": 1248,
                    "unread": {"conversations[].id": 2360, "id": 1180, "<b>": 3}, "unread_others": 7}],
     }  # fmt: skip
     total = {key: pydoc[key] + notes[key] for key in pydoc if isinstance(pydoc[key], int)}
-    total |= {"name": "total", "quarantined": {**pydoc["quarantined"], **notes["quarantined"]}}
+    total |= {
+        "name": "total",
+        "format": "messages, sharegpt",
+        "prompts": {},
+        "quarantined": {**pydoc["quarantined"], **notes["quarantined"]},
+    }
     total |= {
         "dropped": {"longer than 256 tokens": 329, "nothing supervised": 7},
         "duplicates": {"exact": 12, "near": 5},
@@ -225,7 +237,8 @@ def index(blocks: int, tokens: int, supervised_tokens: int, documents: int) -> d
     """The index of one split."""
     return {
         "blocks": blocks, "block_tokens": 256, "tokens": tokens, "supervised_tokens": supervised_tokens,
-        "documents": documents, "shards": [blocks],
+        "documents": documents, "shards": [blocks], "largest_token": 379, "epoch_blocks": blocks,
+        "groups": [{"blocks": blocks, "weight": 1.0}],
     }  # fmt: skip
 
 
@@ -249,7 +262,8 @@ def metrics(steps: int, restart_after: int = RESTART_AFTER) -> list[dict[str, An
             "grad_norm": 0.6 + 2.5 * math.exp(-step / (0.1 * steps)) + 0.1 * abs(float(noise.normal())),
             "tokens": 7950, "supervised_tokens": 5130, "step_s": step_s,
             "forward_s": 0.31 * step_s, "backward_s": 0.6 * step_s, "update_s": 0.05 * step_s, "data_wait_s": 0.001,
-            "tokens_per_s": 19_400 + 250 * (step * 7 % 11 - 5), "elapsed_s": 2.0 + 0.41 * of_attempt,
+            "tokens_per_s": 19_400 + 250 * (step * 7 % 11 - 5), "supervised_tokens_per_s": 12_000.0,
+            "elapsed_s": 2.0 + 0.41 * of_attempt,
             "checkpoint_wait_s": 0.0,
             "peak_memory_bytes": 612_000_000 + 1000 * step, "attempt": attempt,
         })  # fmt: skip
@@ -278,20 +292,12 @@ def events() -> list[dict[str, Any]]:
 
 def training() -> dict[str, Any]:
     """Summary of the training."""
-    return {
-        "steps": STEPS, "epochs": 2, "world_size": 2, "strategy": "ddp", "method": "full", "precision": "fp32",
-        "parameters": 1_049_600, "trainable_parameters": 1_049_600, "tokens": 936_000, "supervised_tokens": 604_000,
-        "train_s": 57.4, "attempts": 2, "final_loss": 2.318, "blocks": 1884, "batch_blocks": 32,
-    }  # fmt: skip
+    return training_json(steps=STEPS)
 
 
 def parity() -> dict[str, Any]:
     """The export check."""
-    return {
-        "compared_logits": 1_048_576, "max_abs_difference": 9.5e-07, "relative_difference": 1.2e-07,
-        "tolerance": 1e-05, "top1_agreement": 1.0, "positions_apart": 0, "value_difference": 2.0e-07,
-        "value_tolerance": 1e-05, "rounding_difference": 0.0031,
-    }  # fmt: skip
+    return dict(to_json(complete.parity()))
 
 
 def evaluation() -> dict[str, Any]:
@@ -300,7 +306,7 @@ def evaluation() -> dict[str, Any]:
         "eval": {
             "base": {"loss": 7.631, "perplexity": math.exp(7.631), "standard_error": 0.004, "documents": 287},
             "tuned": {"loss": 2.404, "perplexity": math.exp(2.404), "standard_error": 0.08, "documents": 287},
-            "unigram": {"loss": 5.872},
+            "unigram": {"loss": 5.872, "perplexity": math.exp(5.872)},
             "shuffled": {"loss": 3.318, "perplexity": math.exp(3.318), "standard_error": 0.1, "documents": 287},
             "supervised_tokens": 16_100,
             "samples": 287,
@@ -362,7 +368,11 @@ def hostile_files() -> Files:
             "quarantined": {ATTACK: 6},
         }
     tokenize["preview.json"] = [
-        {"pieces": [{"text": ATTACK, "supervised": flag} for flag in (True, False)]}
+        {
+            "source": ATTACK,
+            "tokens": 9,
+            "pieces": [{"text": ATTACK, "supervised": flag} for flag in (True, False)],
+        }
     ]
     train["events.jsonl"] = [{"at": 1.0, "event": ATTACK, ATTACK: ATTACK}]
     train["summary.json"] |= {"method": ATTACK, "precision": ATTACK, "strategy": ATTACK}

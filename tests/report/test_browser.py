@@ -129,12 +129,3 @@ def test_no_attack_runs(world: World, tmp_path: Path) -> None:
     page = look_at(report_of(world), tmp_path, 1280)
     assert page.owned is None
     assert_drawn(page, 1280)
-
-
-def test_a_page_without_data_draws_nothing_and_complains_of_nothing(
-    world: World, tmp_path: Path
-) -> None:
-    world.files = {}
-    page = look_at(report_of(world), tmp_path, 1280)
-    assert page.figures == {}
-    assert page.console == []

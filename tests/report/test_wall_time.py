@@ -7,8 +7,8 @@ import pytest
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.spans import Spans
 from pipeline_lib.core.store import Manifest
-from pipeline_lib.records.results import Step
 from pipeline_lib.report.wall_time import Span, wall_time
+from tests.complete import step
 
 DIGESTS = {"train": "1" * 16, "merge": "2" * 16, "data.0": "3" * 16, "data.1": "3" * 16}
 
@@ -35,8 +35,8 @@ def test_a_training_is_the_sum_of_its_attempts() -> None:
         *(event("checkpoint.saved", 2, 120.0, wait_s=0.25), event("run.end", 2, 121.0)),
     ]
     steps = [
-        Step(step=1, step_s=9.0, data_wait_s=1.0, attempt=1),
-        Step(step=2, step_s=11.0, attempt=2),
+        step(1, step_s=9.0, data_wait_s=1.0, attempt=1),
+        step(2, step_s=11.0, attempt=2),
     ]
     found = wall_time({"train": manifest("train", 24.0)}, RunRecord(events), steps)
     assert [(span.name, span.duration_s) for span in found] == [
@@ -50,9 +50,7 @@ def test_a_training_is_the_sum_of_its_attempts() -> None:
 
 def test_a_training_of_earlier_code_is_one_span() -> None:
     events = [event("run.launched", 1, 0.0), event("run.start", 1, 5.0), event("run.end", 1, 9.0)]
-    found = wall_time(
-        {"train": manifest("train", 12.0)}, RunRecord(events), [Step(step=1, step_s=3.0)]
-    )
+    found = wall_time({"train": manifest("train", 12.0)}, RunRecord(events), [step(1, step_s=3.0)])
     assert found == [Span("train", "", 12.0)]
 
 

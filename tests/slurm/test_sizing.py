@@ -15,7 +15,7 @@ from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
 from pipeline_lib.core.store import Manifest, Ref, Store, describe_files, write_manifest
 from pipeline_lib.plan.answer import Question, question_of
 from pipeline_lib.plan.warnings import on_evaluation
-from pipeline_lib.records.plan import PlanDocument, known
+from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.slurm.cluster import NodeGroup, fitted
 from pipeline_lib.slurm.request import (
     OF_STAGE,
@@ -35,6 +35,7 @@ from pipeline_lib.slurm.sizing import (
     too_long_evaluation,
     training_request,
 )
+from tests.complete import plan_document
 from tests.core.unreadable import endless_link
 
 SMALL = NodeGroup(
@@ -87,7 +88,7 @@ def test_a_task_for_each_rank_and_memory_by_the_plan(store: Store) -> None:
         16,
         8,
     )
-    checkpoint_mb = known(plan.disk.checkpoint_bytes) / 1e6
+    checkpoint_mb = plan.disk.checkpoint_bytes / 1e6
     assert checkpoint_mb > 90_000  # weights and two moments in fp32
     assert request.memory_mb == pytest.approx(2500 + 8 * 6000 + 1.2 * checkpoint_mb / 2, abs=1000)
     assert request.memory_mb % 1000 == 0
@@ -109,7 +110,7 @@ def test_what_a_job_asks_for_is_the_least_that_the_plan_allows(
     for memory_gb, is_enough in ((asked_gb, True), (asked_gb - 1, False)):
         given = config_of(cluster={**cluster, "memory_gb": memory_gb}, **train)
         plan = foreseen(given, store)
-        assert plan is not None
+        assert plan is not None and plan.prediction is not None
         assert plan.prediction.fits == is_enough
 
 
@@ -150,13 +151,12 @@ def test_what_the_config_says_is_asked_for(store: Store) -> None:
 
 def test_time_is_the_end_of_the_band_and_a_margin_but_no_more_than_a_job_may_take() -> None:
     config = config_of()
-    content = {
+    content: dict[str, Any] = {
         "prediction": {
             "run_s": {"value": 36_000, "low": 30_000, "high": 48_000},
             "step_s": {"value": 4.0, "low": 3.0, "high": 6.0},
             "checkpoint_s": {"value": 50.0, "low": 40.0, "high": 90.0},
         },
-        "memory": {"fsdp": {"host_bytes": 0, "copied_bytes": 1, "cpu_rank_bytes": 1}},
         "chosen": {"strategy": "fsdp"},
         "cluster": {
             "device": config.cluster.device,
@@ -164,7 +164,7 @@ def test_time_is_the_end_of_the_band_and_a_margin_but_no_more_than_a_job_may_tak
             "ranks": config.cluster.ranks,
         },
     }
-    plan = PlanDocument.model_validate(content)
+    plan = plan_document(**content)
     request = training_request(config, plan, [])
     assert request.runtime_minutes == 15 + 1000
     assert request.warning_s == 60 + 6 + 180
@@ -294,7 +294,7 @@ def test_a_plan_that_cannot_be_read_is_named_and_only_a_damaged_one_is_to_be_del
     path.parent.mkdir()
     path.write_text("{")
     with pytest.raises(
-        IntegrityError, match=f"{path}: cannot be read .*; delete {path.parent} and run snakemake"
+        IntegrityError, match=f"{path} is damaged: .*; delete {path.parent} and run snakemake"
     ):
         sealed_plan(tmp_path / "abc.ok")
     with endless_link(path), pytest.raises(Unreadable, match=f"{path}: cannot be read"):

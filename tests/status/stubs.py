@@ -15,7 +15,9 @@ from pipeline_lib.core.events import EventLog
 from pipeline_lib.core.files import write_json, write_jsonl
 from pipeline_lib.core.stage import Job, run_stage
 from pipeline_lib.core.store import MANIFEST_NAME, Store
+from pipeline_lib.records.record import to_json
 from pipeline_lib.status.survey import Status, Survey
+from tests.complete import plan_document
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """\
@@ -94,7 +96,7 @@ class Desk:
     def seal_before_train(self, experiment: Experiment) -> None:
         """All that the training needs, with a plan of 40 steps."""
         self.seal(experiment, "model", "data.0", "tokenize", "shard")
-        self.seal(experiment, "plan", plan={"batch": {"steps": 40}})
+        self.seal(experiment, "plan", plan=to_json(plan_document(40)))
 
     def ready_to_train(self, launched: bool = False) -> Experiment:
         """Freeze an experiment whose training comes next, or was `launched`."""

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.core.events import EventLog
+from pipeline_lib.core.files import write_json
 from pipeline_lib.core.run_record import EVENTS_BYTES, METRICS_BYTES, RunRecord, objects, tail
 from pipeline_lib.status.progress import finished_numbers, newest_checkpoint, numbers_of
 from pipeline_lib.train.metrics import print_progress
+from tests.complete import training_json
 from tests.status.stubs import row
 
 
@@ -137,7 +139,9 @@ def test_requeues_are_not_guessed_when_the_events_are_too_many(tmp_path: Path) -
 
 
 def test_speed_and_time_of_a_run_whose_summary_has_none_come_from_its_steps(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text('{"steps": 8, "final_loss": 4.0, "attempts": 2}')
+    summary = training_json(steps=8)
+    del summary["tokens_per_s"], summary["training_time_s"]
+    write_json(tmp_path / "summary.json", summary)
     assert finished_numbers(tmp_path / "nowhere").tokens_per_s is None
 
     write_rows(tmp_path, (1, range(1, 6)), (2, range(6, 9)))

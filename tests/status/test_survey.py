@@ -21,7 +21,9 @@ from pipeline_lib.core.stage import run_stage
 from pipeline_lib.core.text import cut
 from pipeline_lib.launch.outcome import explain
 from pipeline_lib.launch.rank_report import Reporting
+from pipeline_lib.records.record import to_json
 from pipeline_lib.status.watch import show
+from tests.complete import plan_document, training_json
 from tests.status.conftest import Hold, Queue
 from tests.status.stubs import Desk, row
 
@@ -46,13 +48,9 @@ def test_the_first_stage_that_is_missing_is_shown(desk: Desk) -> None:
     desk.seal(
         demo,
         "train",
-        summary={
-            "steps": 40,
-            "final_loss": 3.25,
-            "tokens_per_s": 4000.0,
-            "training_time_s": 20.0,
-            "attempts": 2,
-        },
+        summary=training_json(
+            steps=40, final_loss=3.25, tokens_per_s=4000.0, training_time_s=20.0, attempts=2
+        ),
     )
     assert desk.status().stage == "merge"
     desk.seal(demo, "merge", "baseline", "evaluate", "report")
@@ -565,7 +563,7 @@ def test_whatever_file_is_damaged_the_experiments_are_shown(desk: Desk, hold: Ho
     demo = desk.freeze()
     done = desk.freeze("done", lr="1.0e-3")
     desk.seal_before_train(demo)
-    summary = {"steps": 40, "tokens": 10, "train_s": 1.0}
+    summary = training_json(steps=40)
     desk.seal(done, "train", "merge", "baseline", "evaluate", "report", summary=summary)
     desk.event(demo, "run.launched", attempt=1)
     desk.event(demo, "run.start", attempt=1, last_step=40)
@@ -639,7 +637,7 @@ def states(desk: Desk) -> dict[str, str]:
 def test_what_its_sweep_let_go_no_further_is_no_failure(desk: Desk) -> None:
     dag = desk.sweep()
     desk.seal_before_train(dag.experiments[0])
-    desk.seal(dag.experiments[1], "plan", plan={"batch": {"steps": 40}})
+    desk.seal(dag.experiments[1], "plan", plan=to_json(plan_document(40)))
     (desk.store.root / "sweeps" / "cut.json").write_text(
         '{"experiments": ["\\u0000", 3, "../x"], "halving": []}'
     )
@@ -665,7 +663,7 @@ def test_a_stop_counts_until_the_experiment_is_asked_for_otherwise(desk: Desk, a
     dag = desk.sweep()
     stopped = dag.experiments[1]
     desk.seal_before_train(dag.experiments[0])
-    desk.seal(stopped, "plan", plan={"batch": {"steps": 40}})
+    desk.seal(stopped, "plan", plan=to_json(plan_document(40)))
     decided(dag)
     assert states(desk)[stopped.name] == "stopped"
     then_s = time.time() - 100

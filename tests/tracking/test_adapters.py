@@ -15,7 +15,9 @@ import pytest
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.core.files import read_json, write_json, write_text
 from pipeline_lib.core.store import Spec, Store
+from pipeline_lib.records.record import to_json
 from pipeline_lib.tracking.feed import hand_over
+from tests.complete import plan_document
 from tests.report.fakes import World, realistic_files
 from tests.tracking import reading
 from tests.tracking.test_tracking import ROOT, write_rows
@@ -47,13 +49,8 @@ class Experiment:
         self.run_dir = self.store.run_dir(run_digest(self.train))
         self.plan_dir = self.store.root / "plan" / "0123456789abcdef"
         self.store.write_specs([self.train])
-        plan = {
-            "experiment": "small",
-            "tracking": {"to": [tracker], "project": "tests"},
-            "cluster": {"ranks": 2},
-            "batch": {"steps": 9},
-            "chosen": {"strategy": "ddp"},
-        }
+        tracking = {"to": [self.tracker], "project": "tests"}
+        plan = to_json(plan_document(9, experiment="small", tracking=tracking))
         for folder in (self.plan_dir, self.store.sealed(self.train.ref)):
             write_json(folder / "plan.json", plan)
         for name, at, config in (

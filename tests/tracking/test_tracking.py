@@ -15,11 +15,12 @@ import pytest
 
 from pipeline_lib.config.section import flat
 from pipeline_lib.core.files import write_json
-from pipeline_lib.records.plan import PlanDocument
+from pipeline_lib.records.record import to_json
 from pipeline_lib.tracking import feed
 from pipeline_lib.tracking.feed import trackers
 from pipeline_lib.tracking.run import Fed, follow, numbers
 from pipeline_lib.tracking.settings import settings_of_run
+from tests.complete import plan_document
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,13 +39,7 @@ def write_rows(path: Path, steps: Iterator[int] | range, loss: float = 0.0) -> N
 def run_dir(tmp_path: Path) -> Path:
     write_json(
         tmp_path / "plan" / "plan.json",
-        {
-            "experiment": "small",
-            "tracking": {"to": [], "project": "tests"},
-            "cluster": {"ranks": 2},
-            "batch": {"steps": 9},
-            "chosen": {"strategy": "ddp"},
-        },
+        to_json(plan_document(9, experiment="small", tracking={"project": "tests"})),
     )
     return tmp_path / "runs" / "0123456789abcdef"
 
@@ -236,21 +231,13 @@ def test_no_password_of_a_trackers_address_is_in_its_log(run_dir: Path, tmp_path
 def test_without_a_frozen_experiment_trackers_are_told_every_setting_of_the_training(
     tmp_path: Path,
 ) -> None:
-    plan = {
-        "experiment": "small",
-        "cluster": {"ranks": 2},
-        "batch": {"steps": 9},
-        "chosen": {"strategy": "ddp"},
-    }
-    made = {"cluster": {"ranks": 2}, "batch": {"steps": 9}, "chosen": {"strategy": "ddp"}}
-    read = PlanDocument.model_validate
-    assert settings_of_run(read(plan), tmp_path / "plan" / "x") == {
-        "experiment": "small",
-        "train": {},
-        "plan": made,
-    }
     train = {"method": "lora", "lr": 1e-4, "lora": {"rank": 8}}
-    found = dict(flat(settings_of_run(read({**plan, "train": train}), tmp_path / "plan" / "x")))
+    plan = plan_document(9, experiment="small", train=train)
+    settings = settings_of_run(plan, tmp_path / "plan" / "x")
+    assert settings.keys() == {"experiment", "train", "plan"}
+    assert settings["plan"].keys() == {"cluster", "batch", "chosen"}
+    assert (settings["experiment"], settings["plan"]["batch"]["steps"]) == ("small", 9)
+    found = dict(flat(settings))
     assert (found["train.method"], found["train.lr"], found["train.epochs"]) == ("lora", 1e-4, 1)
     assert (found["train.lora.rank"], found["train.lora.alpha"], found["plan.chosen.strategy"]) == (
         8,

@@ -22,8 +22,8 @@ from pipeline_lib.core.run_folder import CHECKPOINTS, newest_valid
 from pipeline_lib.core.store import Ref, Spec, Store
 from pipeline_lib.data.documents import Document
 from pipeline_lib.data.shard import write_blocks
-from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.train.rank import RankJob
+from tests.complete import plan_document
 from tests.locks import hold
 from tests.ranks import run_ranks
 from tests.train.helpers import train
@@ -82,11 +82,9 @@ class Arena:
         train = Train.model_validate({**defaults, **settings})
         inputs = {"model": self.model, "shard": self.shard}
         spec = Spec("train", version_of_training(train), settings_of(train, PLACEMENT_KEYS), inputs)
-        plan = {
-            "cluster": {"ranks": ranks, "device": device, "cpus_per_rank": 1},
-            "chosen": {key: getattr(train, key) for key in PLACEMENT_KEYS}
-            | {"context_ranks": train.ranks_per_block},
-        }
+        chosen = {key: getattr(train, key) for key in PLACEMENT_KEYS}
+        chosen["context_ranks"] = train.ranks_per_block
+        cluster = {"ranks": ranks, "device": device, "cpus_per_rank": 1}
         out.mkdir(parents=True, exist_ok=True)
         checkpoints = self.store.run_dir(run_digest(spec)) / CHECKPOINTS
         last_step = train.until_step or sys.maxsize
@@ -95,7 +93,7 @@ class Arena:
         return RankJob(
             spec,
             self.store,
-            PlanDocument.model_validate(plan),
+            plan_document(cluster=cluster, chosen=chosen),
             out,
             attempt=1,
             lock=lock,

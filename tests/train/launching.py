@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import psutil
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.core.files import read_jsonl, write_json, write_text
 from pipeline_lib.core.store import Manifest, Ref, Spec, describe_files, write_manifest
+from pipeline_lib.records.plan import PlannedTracking
+from pipeline_lib.records.record import to_json
 from tests.train.conftest import Arena
 
 ROOT = Path(__file__).parents[2]
@@ -139,17 +141,17 @@ def make_stage(
         if not (store.sealed(ref) / "manifest.json").exists():
             seal(store.sealed(ref), ref.stage, ref.digest)
     job = arena.job(ranks, store.root.parent / "unused", **settings)
-    plan: dict[str, Any] = {
-        **job.plan.model_dump(exclude_unset=True),
-        "experiment": "launched",
-        "batch": {"steps": 6 * int(settings.get("epochs", 1))},
-        "tracking": {"to": list(trackers), "project": "tests"},
-    }
-    plan["cluster"] = {**plan["cluster"], "nodes": nodes, "launcher": launcher}
+    plan = replace(
+        job.plan,
+        experiment="launched",
+        batch=replace(job.plan.batch, steps=6 * int(settings.get("epochs", 1))),
+        tracking=PlannedTracking(to=tuple(trackers), project="tests"),
+        cluster=replace(job.plan.cluster, nodes=nodes, launcher=launcher),
+    )
     ref = Ref("plan", f"{launcher}-{job.spec.digest}")
     folder = store.sealed(ref)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "plan.json", plan)
+    write_json(folder / "plan.json", to_json(plan))
     write_text(folder / "plan.txt", f"plan of {launcher}\n")
     seal(folder, ref.stage, ref.digest)
     store.write_specs([job.spec])

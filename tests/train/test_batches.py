@@ -7,9 +7,9 @@ import pytest
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.data.blocks import BlockReader
-from pipeline_lib.data.order import BlockGroup
 from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.model.batch import Portion
+from pipeline_lib.records.data import BlockGroup
 from pipeline_lib.train.loop import Batches
 from tests.train.conftest import BLOCK_TOKENS, make_documents
 

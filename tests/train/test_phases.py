@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from pipeline_lib.config.train import CHOSEN_KEYS
-from pipeline_lib.core.files import read_json
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.records.plan import PlanDocument
-from pipeline_lib.records.results import Step, Training
+from pipeline_lib.records.training import Step, read_training
 from pipeline_lib.report.plan_check import FIGURES, comparison
 from pipeline_lib.train.step import PHASES, PhaseClock
+from tests.complete import record
 from tests.ranks import run_ranks
 from tests.report.fake_plans import plan
 from tests.train.conftest import Arena
@@ -71,11 +71,11 @@ def test_a_run_records_what_each_figure_of_a_plan_is_held_against(
     job = arena.job(2, tmp_path / "out", strategy="ddp", save_every_steps=3)
     run_ranks(train, 2, job)
     placed = {key: getattr(job.train, key) for key in ("strategy", *CHOSEN_KEYS)}
-    predicted = {**plan(6)["prediction"], "mfu": {}, "gpu_hours": {}, "changes": placed}
+    predicted = {**plan(6)["prediction"], "mfu": None, "gpu_hours": None, "changes": placed}
     found = comparison(
-        PlanDocument.model_validate({**plan(steps=6), "prediction": predicted}),
-        Training.model_validate(read_json(job.out / "summary.json")),
-        [Step.model_validate(row) for row in rows(job.out)],
+        record(PlanDocument, {**plan(steps=6), "prediction": predicted}),
+        read_training(job.out),
+        [record(Step, row) for row in rows(job.out)],
         RunRecord.read(job.run_dir / "events.jsonl"),
     )
     measured = {one.key: one.measured for one in found}

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.launch.stage import warning_of_lost_best
 from pipeline_lib.model.batch import load_probe, make_batch, probe_logits, token_losses
 from pipeline_lib.model.build import load_base
+from pipeline_lib.records.training import read_training
 from pipeline_lib.train.checkpoint import read_state
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.validation import Validations
@@ -139,16 +141,15 @@ def test_a_best_step_whose_checkpoint_is_damaged_is_not_the_result_and_that_is_t
     assert best_saved in saved[:-1]
     next((best_saved / "weights").iterdir()).write_bytes(b"damaged")
 
-    found = summary(run(arena, tmp_path / "out", replica="damaged", **settings))
+    found = read_training(run(arena, tmp_path / "out", replica="damaged", **settings))
 
-    assert found["best_step"] == best
-    assert found["result_step"] not in (None, best)
+    assert found.best_step == best
+    assert found.result_step != best
     told = warning_of_lost_best(read_train(job.spec.settings), found)
     assert told is not None
-    assert f"step {best}" in told and f"the result is step {found['result_step']}" in told
-    assert (
-        warning_of_lost_best(read_train(job.spec.settings), {**found, "result_step": best}) is None
-    )
+    assert f"step {best}" in told and f"the result is step {found.result_step}" in told
+    kept = replace(found, result_step=best)
+    assert warning_of_lost_best(read_train(job.spec.settings), kept) is None
 
 
 def test_training_stops_when_nothing_is_gained_and_stays_stopped(

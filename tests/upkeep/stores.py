@@ -21,6 +21,7 @@ from pipeline_lib.core.store import (
     Store,
     describe_files,
 )
+from tests.complete import training_json
 
 CONFIG = """\
 experiment: {name}
@@ -91,7 +92,7 @@ class Shop:
         folder.mkdir(parents=True)
         name = "report.html" if spec.stage == "report" else "content.txt"
         (folder / name).write_text(f"what {spec.stage} {spec.digest} made\n" * 20)
-        summary = {"steps": STEPS, "final_loss": 2.5, "train_s": 9.0, "tokens": 80}
+        summary = training_json(steps=STEPS, final_loss=2.5)
         (folder / "summary.json").write_text(json.dumps(summary))
         manifest = Manifest(
             stage=spec.stage,

@@ -1,6 +1,7 @@
 """What a whole run is said to cost, from two steps and a plan."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ import pytest
 
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.run_record import RunRecord
-from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.workflow.rehearsal import Cost
+from tests.complete import plan_document
 
 SAVED: list[dict[str, Any]] = [
     {"event": "checkpoint.saved", "bytes": 2_000_000_000, "duration_s": 10.0},
@@ -30,7 +31,9 @@ def cost(
         "data": {"train": [{"source": "pydoc"}]},
         "cluster": cluster,
     }
-    plan = PlanDocument.model_validate({"batch": {"steps": 1000}, "prediction": prediction or {}})
+    plan = replace(plan_document(1000), prediction=None)
+    if prediction is not None:
+        plan = plan_document(1000, prediction=prediction)
     found = Cost.of(
         Config.model_validate_json(json.dumps(config)), plan, step_s, 30.0, RunRecord(SAVED)
     )
@@ -82,9 +85,8 @@ def test_a_time_limit_that_is_over_before_the_first_step_is_said(tmp_path: Path)
         '"pydoc"}]},'
         ' "cluster": {"runtime_minutes": 1}}'
     )
-    found = Cost.of(
-        config, PlanDocument.model_validate({"batch": {"steps": 10}}), 1.0, 90.0, RunRecord()
-    )
+    plan = replace(plan_document(10), prediction=None)
+    found = Cost.of(config, plan, 1.0, 90.0, RunRecord())
     rows = dict(found.rows(tmp_path))
     assert "is over before the first step: startup and shutdown take 1 min 30 s" in rows["jobs"]
     assert rows["disk for checkpoints"] == "not known: no checkpoint was written"

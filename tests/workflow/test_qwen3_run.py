@@ -86,7 +86,7 @@ def test_stages_are_counted_and_the_rest_is_left_to_the_log() -> None:
     shown = io.StringIO()
     concluded = []
     lines = StageLines(shown, lambda: concluded.append(1))
-    jobs = {"train_stage": 1, "evaluate_stage": 2, "all": 1, "total": 4}
+    jobs = {"train_stage": 1, "evaluate_stage": 1, "rehearse": 1, "all": 1, "merge": 1, "total": 5}
     lines.emit(record("Job stats", event=LogEvent.RUN_INFO, stats=jobs))
     lines.emit(record("", event=LogEvent.JOB_INFO, rule_msg="demo: train"))
     lines.emit(record("", event=LogEvent.JOB_INFO, rule_msg=None))  # of `all`

@@ -33,6 +33,7 @@ from pipeline_lib.launch.outcome import explain
 from pipeline_lib.launch.rank_report import Reporting
 from pipeline_lib.report.outcomes import outcome_table, outcomes
 from pipeline_lib.workflow.rungs import conclude_rung, reach
+from tests.complete import step_json, training_json
 from tests.status.stubs import CONFIG
 
 WHOLE = Spec("train", 1, {"seed": 3})
@@ -51,11 +52,11 @@ def seal(
 
     def train(job: Job) -> dict[str, Any]:
         rows = [
-            {"step": step, **({"validation_loss": LOSSES.get(step, 0.5)} if step % 5 == 0 else {})}
+            step_json(step, **({"validation_loss": LOSSES.get(step, 0.5)} if step % 5 == 0 else {}))
             for step in range(1, steps + 1)
         ]
         write_jsonl(job.out / "metrics.jsonl", rows)
-        summary = {"steps": steps, "total_steps": total_steps, "stopped_early": stopped_early}
+        summary = training_json(steps=steps, total_steps=total_steps, stopped_early=stopped_early)
         write_json(job.out / "summary.json", summary)
         return summary
 
