@@ -77,9 +77,9 @@ onstart:
 
 
 onsuccess:
-    conclude()
+    tell_ending()
 
 
 onerror:
-    conclude()
+    tell_ending()
     explain()

@@ -51,6 +51,9 @@ TORCH_FREE = (
     "report",
     "compare",
     "upkeep",
+    "workflow.findings",
+    "workflow.invocation",
+    "workflow.requests",
     "workflow.rungs",
 )
 HEAVY = ("torch", "transformers", "numpy", "pandas", "datasets", "bokeh")

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -291,33 +292,16 @@ def check(arguments: argparse.Namespace) -> None:
 
     Raise HubError if a hub that has to be asked cannot be, after what can be said without it.
     """
-    from pipeline_lib.config.warnings import warnings_of
-    from pipeline_lib.launch.allocation import warning_of_gpus_here
     from pipeline_lib.plan.known import learn_architecture
-    from pipeline_lib.plan.preflight import refuse_impossible
-    from pipeline_lib.plan.warnings import lengths_of_runs, little_memory, long_evaluations
-    from pipeline_lib.slurm.can_start import warning_of_srun
+    from pipeline_lib.workflow.findings import ThisMachine, findings_of, refuse_impossible
 
     store = Store.from_env(os.environ)
     source = str(arguments.config)
 
     def say_more(configs: Sequence[Config]) -> None:
-        lengths, short = lengths_of_runs(configs, store, source)
-        warnings = [
-            *warnings_of(configs),
-            *short,
-            *little_memory(configs, store),
-            *long_evaluations(configs, store),
-        ]
-        # to look for GPUs takes seconds
-        clusters = dict.fromkeys(config.cluster for config in configs)
-        of_srun = (warning_of_srun(cluster, os.environ) for cluster in clusters)
-        of_gpus = (warning_of_gpus_here(cluster) for cluster in clusters)
-        warnings += dict.fromkeys(filter(None, (*of_srun, *of_gpus)))
-        for text in warnings:
-            say(f"{source}: warning: {text}")
-        for text in lengths:
-            say(f"{source}: {text}")
+        for finding in findings_of(configs, store, ThisMachine(os.environ)):
+            if finding.kind != "refusal":
+                say(f"{source}: {finding.line}")
 
     try:
         found = open_experiments(
@@ -326,6 +310,9 @@ def check(arguments: argparse.Namespace) -> None:
             lambda config: refuse_impossible(config, store),
             lambda config: learn_architecture(config, store, say),
         )
+    except ConfigError:
+        say_more(_with_data_and_plan(arguments.config, store))
+        raise
     except HubError as error:
         say_more(load_configs(arguments.config))
         raise HubError(
@@ -341,12 +328,25 @@ def check(arguments: argparse.Namespace) -> None:
         say(f"  {experiment.name}")
 
 
+def _with_data_and_plan(path: Path, store: Store) -> Sequence[Config]:
+    """Return the experiments at `path` if nothing but their training is refused; else none."""
+    from pipeline_lib.workflow.findings import refuse_wrong
+
+    with suppress(ConfigError):
+        configs = load_configs(path)
+        for config in configs:
+            refuse_wrong(config, store)
+        return configs
+    return ()
+
+
 def plan(arguments: argparse.Namespace) -> None:
     """Show what a config will take, from what is known now; or with `--spec` run the plan stage."""
     if arguments.spec is not None:
         run_one_stage(arguments)
         return
     from pipeline_lib.plan.command import show_plan, show_plan_as_json
+    from pipeline_lib.workflow.findings import ThisMachine, findings_of
 
     config = arguments.config
     what_if = list(arguments.what_if)
@@ -363,7 +363,15 @@ def plan(arguments: argparse.Namespace) -> None:
     if arguments.json:
         show_plan_as_json(config or DEFAULT_CONFIG, store, say)
     else:
-        show_plan(config or DEFAULT_CONFIG, what_if, arguments.details, store, say)
+        this_machine = ThisMachine(os.environ)
+        show_plan(
+            config or DEFAULT_CONFIG,
+            what_if,
+            arguments.details,
+            store,
+            lambda configs: findings_of(configs, store, this_machine),
+            say,
+        )
 
 
 def summary(arguments: argparse.Namespace) -> None:

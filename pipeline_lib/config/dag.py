@@ -85,7 +85,7 @@ class Dag:
         settings = overrides.get(OVERRIDES, [])
         if not isinstance(settings, list):
             raise ConfigError("--config", [f"{OVERRIDES}: a list of KEY=VALUE is expected"])
-        if others := sorted(overrides.keys() - {OVERRIDES}):
+        if others := sorted(set(overrides) - {OVERRIDES}):
             remedy = "edit the YAML, give another with --configfile, or use qwen3 run"
             raise ConfigError("--config", [f"{', '.join(others)}: not read; {remedy}"])
         if len(configfiles) > 1:
@@ -269,6 +269,23 @@ class Dag:
             self.store.pointer(Ref("train", digest)).exists()
             or reached_path(self.store, digest).exists()
         )
+
+    def to_train(self, digest: str) -> list[Experiment]:
+        """Return the experiments that wait for a training where the training `digest` does.
+
+        Those are all that are not trained and that no decision has stopped; a rehearsal is of the
+        first alone. Raises IntegrityError.
+        """
+        if self.rehearsal and digest in (self.rehearsal.first.digest, self.rehearsal.second.digest):
+            return self._owners(digest)
+        decisions = self.decisions()
+        going = decisions[-1][1].survivors if decisions else None
+        return [
+            one
+            for one in self.experiments
+            if not self.is_trained(one.ref("train").digest)
+            and (going is None or one.ref("train").digest in going)
+        ]
 
     def outputs(self) -> list[Path]:
         """Return the paths of all outputs whose times Snakemake compares, existing or not."""

@@ -8,12 +8,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline_lib.config.halving import Halving, read_halving
 from pipeline_lib.config.strict_yaml import Keys, YamlDocument, as_written, dotted, undotted
 from pipeline_lib.config.train import RENAMED
 from pipeline_lib.core.text import did_you_mean
+
+Found = TypeVar("Found")
 
 # Random values for a sweep. Each is a pure function of the seed, the name of its key and the index
 # of its experiment: a further experiment or key does not change earlier draws. Values have few
@@ -469,13 +471,19 @@ def put(root: Any, keys: Keys, value: Any) -> str | None:
 
 def collapsed(problems: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
     """Return each distinct problem once, with its experiments' tags unless all of them have it."""
-    seen: dict[str, list[str]] = {}
-    for tag, own in problems:
-        for problem in dict.fromkeys(own):
-            seen.setdefault(problem, []).append(tag)
-    found = []
-    for problem, tags in seen.items():
+    return [f"{problem}{among}" for problem, among in having(problems)]
+
+
+def having(found: Sequence[tuple[str, Sequence[Found]]]) -> list[tuple[Found, str]]:
+    """Return each distinct thing found once, and in words the tags that have it; empty if all."""
+    seen: dict[Found, list[str]] = {}
+    for tag, own in found:
+        for each in dict.fromkeys(own):
+            seen.setdefault(each, []).append(tag)
+    distinct = []
+    for each, tags in seen.items():
         first = tags[0] or "the values of the file"
         others = "" if len(tags) == 1 else f", and {len(tags) - 1} more"
-        found.append(problem if len(tags) == len(problems) else f"{problem} (with {first}{others})")
-    return found
+        among = "" if len(tags) == len(found) else f" (with {first}{others})"
+        distinct.append((each, among))
+    return distinct

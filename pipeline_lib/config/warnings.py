@@ -3,27 +3,20 @@
 Unusual values come with the usual ones.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+from pipeline_lib.config.findings import Finding
 from pipeline_lib.config.schema import Config, Evaluate, Tracking
-from pipeline_lib.config.sweep import collapsed
 from pipeline_lib.config.train import AUTO
 
 
-def warnings_of(configs: Sequence[Config]) -> list[str]:
-    """Return the warnings about unusual values and idle keys, each of which begins with its key.
-
-    Of a sweep, each is returned once, with its experiments.
-    """
-    return collapsed([(config.experiment, list(_warnings(config))) for config in configs])
-
-
-def _warnings(config: Config) -> Iterator[str]:
+def warnings_of(config: Config) -> Iterator[Finding]:
+    """Yield the warnings about unusual values, and those about keys without effect."""
     yield from _unusual(config)
     yield from _idle(config)
 
 
-def _idle(config: Config) -> Iterator[str]:
+def _idle(config: Config) -> Iterator[Finding]:
     """Yield keys that do or save nothing on these machines, or without trackers and prompts."""
     cluster = config.cluster
     train = config.train
@@ -80,10 +73,10 @@ def _idle(config: Config) -> Iterator[str]:
     ]
     for key, is_idle, why in table:
         if is_idle:
-            yield f"{key}: {why}"
+            yield Finding("warning", key, why)
 
 
-def _unusual(config: Config) -> Iterator[str]:
+def _unusual(config: Config) -> Iterator[Finding]:
     train = config.train
     lora = config.train.lora
     weights = "each sample is used this often per epoch; 0.1 to 10 is usual"
@@ -123,4 +116,5 @@ def _unusual(config: Config) -> Iterator[str]:
     ]
     for key, value, least, most, usual in table:
         if not least <= value <= most:
-            yield f"{key}: {value:g} is unusual; {usual}"
+            numbers = {"value": value, "least": least, "most": most}
+            yield Finding("warning", key, f"{value:g} is unusual; {usual}", numbers)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline_lib.config.findings import Finding
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.stage import Say
@@ -177,8 +178,8 @@ def _of_job(job: SlurmJob, nodes: int, source: str) -> Allocation:
     return Allocation(hosts, node_address(first) if nodes > 1 else LOOPBACK, job)
 
 
-def warning_of_gpus_here(cluster: Cluster) -> str | None:
-    """Return a warning if this machine has GPUs that `cluster` leaves idle or omits; else None.
+def idle_gpus(cluster: Cluster) -> Iterator[Finding]:
+    """Yield a warning if this machine has GPUs that `cluster` leaves idle or does not name.
 
     Not where the config says that it trains on CPUs.
     """
@@ -187,21 +188,22 @@ def warning_of_gpus_here(cluster: Cluster) -> str | None:
         "cpu_ranks",
     }
     if says_cpus or cluster.gpu is not None:
-        return None
+        return
     found = gpus_here()
     if not found:
-        return None
-    has = f"this machine has {count(len(found), 'GPUs')} ({found[0].name})"
+        return
+    name = found[0].name
+    numbers = {"gpus": len(found)}
+    has = f"this machine has {count(len(found), 'GPUs')} ({name})"
     if cluster.gpus_per_node:
-        return (
-            f"cluster.gpu is not set, so the plan does not know the GPUs; {has}: set gpu: "
-            f"{found[0].name}"
+        sentence = f"is not set, so the plan does not know the GPUs; {has}: set gpu: {name}"
+        yield Finding("warning", "cluster.gpu", sentence, numbers)
+    else:
+        sentence = (
+            f"{has}, and the training takes its CPUs: set cluster: {{gpus_per_node: {len(found)}, "
+            f"gpu: {name}}}, or gpus_per_node: 0 if that is meant"
         )
-    wanted = f"cluster: {{gpus_per_node: {len(found)}, gpu: {found[0].name}}}"
-    return (
-        f"{has}, and the training takes its CPUs: set {wanted}, or gpus_per_node: 0 if that is "
-        "meant"
-    )
+        yield Finding("warning", "cluster.gpus_per_node", sentence, numbers)
 
 
 def refuse_now(cluster: Cluster, store: Store, environ: Mapping[str, str], say: Say) -> None:

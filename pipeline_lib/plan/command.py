@@ -1,35 +1,38 @@
 """The command `plan`: a config's plan, what-if questions, and what later stages would refuse."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pipeline_lib.config.findings import Finding
 from pipeline_lib.config.load import FLAG, load_config, load_configs
 from pipeline_lib.config.schema import Config
-from pipeline_lib.config.warnings import warnings_of
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.files import json_text
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.text import cut
-from pipeline_lib.plan.answer import Answer, answer, question_of, run_of
+from pipeline_lib.plan.answer import Answer, answer, question_of
 from pipeline_lib.plan.formulas import explain
-from pipeline_lib.plan.known import is_sealed, learn_architecture
-from pipeline_lib.plan.preflight import PLANNED_ONLY, too_little_disk
+from pipeline_lib.plan.known import learn_architecture
 from pipeline_lib.plan.show import render, render_what_if
-from pipeline_lib.plan.stages import later_problems
 from pipeline_lib.plan.steps import estimated_steps
-from pipeline_lib.plan.warnings import expected_misfits, long_evaluations
 from pipeline_lib.records.record import to_json
 
 # A network is needed only for a hub model that is in no table, and only once: for its config.json.
 
 DOCUMENTS = "workload.document_tokens"
+FindingsOf = Callable[[Sequence[Config]], Iterable[Finding]]
 
 
 def show_plan(
-    path: Path, what_if: Sequence[str], is_detailed: bool, store: Store, say: Say
+    path: Path,
+    what_if: Sequence[str],
+    is_detailed: bool,
+    store: Store,
+    findings_of: FindingsOf,
+    say: Say,
 ) -> None:
     """Show the plan of the config at `path`; nothing is written.
 
@@ -59,19 +62,12 @@ def show_plan(
             f"\nthis is the first of {len(configs)} experiments; `snakemake plan` makes the plans "
             "of all"
         )
-    shown = configs if not what_if else [config]
-    for text in (
-        *warnings_of(shown),
-        *expected_misfits(shown, store),
-        *long_evaluations(shown, store),
-    ):
-        say(f"\nwarning: {text}")
-    if not is_sealed(config, store, "train"):
-        question = question_of(config, store)
-        run = run_of(question)
-        untrained = () if question.geometry.is_trained else (PLANNED_ONLY,)
-        for problem in (*untrained, *too_little_disk(run, config, store), *later_problems(run)):
-            say(f"\nthe training would be refused: {problem}")
+    on_page = {found.refusal}
+    if not what_if:
+        on_page.update(found.content.words.warnings)
+    for finding in findings_of([config] if what_if else configs):
+        if finding.text not in on_page:
+            say(f"\n{finding.line}")
     if is_detailed and found.wanted is not None and found.choice is not None:
         say(f"\n{explain(found.choice.chosen, found.wanted.setting)}")
     if found.refusal is not None:

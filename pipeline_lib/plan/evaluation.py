@@ -395,7 +395,7 @@ def evaluation_warnings(
     gpus = scoring_gpus(geometry, workload.block_tokens, config.cluster, machine)
     answers = answers_of(geometry, config.asked, config.cluster, machine)
     if answers.is_bounded:
-        yield f"the evaluation gives {answers}"
+        yield f"evaluate: gives {answers}"
     if gpus:
         return
     threads = config.cluster.cpus_per_node
@@ -411,6 +411,6 @@ def evaluation_warnings(
     if workload.is_assumed and not workload.is_estimated:  # then no held-out blocks are counted
         took = f"takes more than {brief(took_s)} on {threads} of them" if is_long else "takes hours"
     yield (
-        f"the evaluation {why}will be done on CPUs, which {took}; a smaller "
+        f"evaluate: {why}will be done on CPUs, which {took}; a smaller "
         "data.validation_fraction, evaluate.generations or evaluate.max_new_tokens takes less"
     )

@@ -1,6 +1,6 @@
 """Check before any job is submitted whether a config can work at all."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,7 @@ from pipeline_lib.config.content import (
     model_files,
     model_key,
 )
+from pipeline_lib.config.findings import Finding, refusals
 from pipeline_lib.config.optimizers import OPTIMIZERS
 from pipeline_lib.config.schema import Config, FileData, HubData, LocalModel, TinyModel, Tokenize
 from pipeline_lib.config.section import settings_of
@@ -57,31 +58,30 @@ PLANNED_ONLY = (
 _LOOKED_AT_FILES = 100  # of a source, so that `check` stays fast on slow disks
 
 
-def refuse_impossible(config: Config, store: Store) -> None:
-    """Raise ConfigError with all reasons why `config` cannot be trained, local files' too.
+def wrong_with(config: Config, store: Store) -> list[Finding]:
+    """Return the refusals of what is wrong in any case, so that no data or plan can be made.
 
-    Those are the ones in the first rows of local files. If the store remembers a sealed training,
-    only the model files that later stages read are checked, and none once the merged model is
+    That includes what the first rows of local files show. If the store remembers a sealed training,
+    only the model files that later stages read are looked at, and none once the merged model is
     sealed.
     """
-    _refuse(
-        config,
-        store,
-        lambda known: [*known.wrong, *_of_data(config, store), *_of_training(config, known, store)],
-    )
+    problems: list[str] = []
+    if not is_sealed(config, store, "train"):
+        known = _known(config, store, _of_model(config, is_trained=False))
+        problems = [*known.wrong, *_of_data(config, store)]
+    elif not is_sealed(config, store, "merge"):
+        problems = _of_model(config, is_trained=True)
+    return refusals([*problems, *losses_of(config, store)])
 
 
-def refuse_wrong(config: Config, store: Store) -> None:
-    """Raise ConfigError with what is wrong in any case, so that no data or plan can be made."""
-    _refuse(config, store, lambda known: known.wrong)
+def lacking_to_train(config: Config, store: Store) -> list[Finding]:
+    """Return the refusals of what only the training lacks: memory, disk, or libraries.
 
-
-def refuse_too_large(config: Config, store: Store) -> None:
-    """Raise ConfigError with what only the training lacks; data and plan may be made.
-
-    It lacks memory, disk, or libraries.
+    The data and the plan may be made without it.
     """
-    _refuse(config, store, lambda known: list(_of_training(config, known, store)))
+    if is_sealed(config, store, "train"):
+        return []
+    return refusals(_of_training(config, _known(config, store, []), store))
 
 
 @dataclass(frozen=True)
@@ -89,18 +89,6 @@ class _Known:
     machine: Machine | None
     geometry: Geometry | None
     wrong: list[str]
-
-
-def _refuse(config: Config, store: Store, problems_of: Callable[[_Known], list[str]]) -> None:
-    if not is_sealed(config, store, "train"):
-        problems = problems_of(_known(config, store))
-    elif not is_sealed(config, store, "merge"):
-        problems = _of_model(config, is_trained=True)
-    else:
-        problems = []
-    problems += losses_of(config, store)
-    if problems:
-        raise ConfigError(f"experiment {config.experiment!r}", problems)
 
 
 def _of_model(config: Config, is_trained: bool) -> list[str]:
@@ -117,7 +105,8 @@ def _of_model(config: Config, is_trained: bool) -> list[str]:
     return [f"{model_key(config.model)}: {problem}" for problem in found]
 
 
-def _known(config: Config, store: Store) -> _Known:
+def _known(config: Config, store: Store, of_model: list[str]) -> _Known:
+    """Return what is known of machine and model; `of_model` is what is wrong with its files."""
     machine, geometry, wrong = None, None, []
     try:
         train = config.train
@@ -131,8 +120,7 @@ def _known(config: Config, store: Store) -> _Known:
         geometry = find_geometry(config, store)
     except (DataError, OSError) as error:
         wrong.append(f"{model_key(config.model)}: {error}")
-    of_model = [problem for problem in _of_model(config, is_trained=False) if problem not in wrong]
-    wrong += of_model
+    wrong += [problem for problem in of_model if problem not in wrong]
     if geometry is not None and not geometry.is_trained:
         if not of_model:  # else they say it
             wrong.append(f"{model_key(config.model)}: {PLANNED_ONLY}")

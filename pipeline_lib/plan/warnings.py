@@ -1,10 +1,11 @@
-"""The length of runs, and early warnings about them: few steps, long evaluations, little memory."""
+"""What the plan's arithmetic finds early: the steps, long evaluations, little memory on CPUs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 
+from pipeline_lib.config.findings import Finding, finding_of
 from pipeline_lib.config.schema import Config
-from pipeline_lib.config.sweep import collapsed
-from pipeline_lib.core.errors import ConfigError, DataError, PipelineError
+from pipeline_lib.core.errors import DataError, PipelineError
 from pipeline_lib.core.store import Store
 from pipeline_lib.plan.amounts import expected_workload
 from pipeline_lib.plan.answer import lacking, question_of
@@ -15,7 +16,7 @@ from pipeline_lib.plan.known import (
     is_sealed,
     vocabulary_of,
 )
-from pipeline_lib.plan.predict import lacks_host_memory
+from pipeline_lib.plan.predict import host_bytes_of_node, lacks_host_memory
 from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.steps import (
     Steps,
@@ -27,32 +28,21 @@ from pipeline_lib.plan.steps import (
 )
 
 
-def lengths_of_runs(
-    configs: Sequence[Config], store: Store, source: str
-) -> tuple[list[str], list[str]]:
-    """Return each run's optimizer steps, if known, and warnings about them; equal ones are merged.
+def on_steps(config: Config, store: Store) -> Iterator[Finding]:
+    """Yield the number of optimizer steps as a note, if it is known, and warnings about them.
 
-    They are exact once the data is packed into blocks, or where `max_steps` is given. Raises
-    ConfigError, which begins with `source`, for batches and steps that the plan of the packed data
-    will refuse.
+    They are exact once the data is packed into blocks, or where `max_steps` is given. A refusal is
+    yielded instead for batches and steps that the plan of the packed data will refuse.
     """
-    lengths, warnings, problems = [], [], []
-    for config in configs:
-        try:
-            found, own = _length_of_run(config, store)
-        except DataError as error:
-            problems.append((config.experiment, [str(error)]))
-            continue
-        except (PipelineError, OSError):  # the plan says by itself what is wrong
-            continue
-        lengths.append((config.experiment, found))
-        warnings.append((config.experiment, own))
-    if problems:
-        raise ConfigError(source, collapsed(problems))
-    return collapsed(lengths), collapsed(warnings)
+    try:
+        yield from _on_steps(config, store)
+    except DataError as error:
+        yield finding_of("refusal", str(error))
+    except (PipelineError, OSError):  # the plan says by itself what is wrong
+        return
 
 
-def _length_of_run(config: Config, store: Store) -> tuple[list[str], list[str]]:
+def _on_steps(config: Config, store: Store) -> Iterator[Finding]:
     train = config.train
     ranks = config.cluster.ranks
     blocks = blocks_of(config, store)
@@ -61,54 +51,34 @@ def _length_of_run(config: Config, store: Store) -> tuple[list[str], list[str]]:
     batch = plan_batches(train, ranks, blocks.training if blocks else None, workload)
     steps = (None if blocks else estimated_steps(config, batch, vocabulary)) or Steps.of(batch)
     if steps is None:
-        return [], []
-    warnings = list(step_warnings(train, batch, steps, ranks))
-    misfit = _expected_misfit(config, store)
+        return
+    low, value, high = steps.run
+    yield Finding("note", "", steps.in_words(), {"low": low, "steps": value, "high": high})
+    for text in step_warnings(train, batch, steps, ranks):
+        yield finding_of("warning", text)
+    misfit = None if blocks else expected_misfit(config, vocabulary)
     idle = idle_ranks(train, ranks, workload) if blocks or workload.is_estimated else None
-    if idle and not misfit:
-        warnings.append(idle)
-    return [steps.in_words()], [*warnings, *misfit]
+    if misfit:
+        yield finding_of("warning", misfit)
+    elif idle:
+        yield finding_of("warning", idle)
 
 
-def expected_misfits(configs: Sequence[Config], store: Store) -> list[str]:
-    """Return warnings that `global_batch_samples` would refuse packed data; equal ones merge."""
-    return collapsed([(config.experiment, _expected_misfit(config, store)) for config in configs])
-
-
-def _expected_misfit(config: Config, store: Store) -> list[str]:
-    """Return the warning that `global_batch_samples` would refuse the packed data, if likely."""
-    if config.train.global_batch_samples is None or blocks_of(config, store):
-        return []
-    problem = expected_misfit(config, vocabulary_of(config, store))
-    return [problem] if problem else []
-
-
-def long_evaluations(configs: Sequence[Config], store: Store) -> list[str]:
-    """Return warnings about evaluations on CPUs and bounded answers; a sweep's are merged."""
-    return collapsed([(config.experiment, _long_evaluation(config, store)) for config in configs])
-
-
-def _long_evaluation(config: Config, store: Store) -> list[str]:
+def on_evaluation(config: Config, store: Store) -> Iterator[Finding]:
+    """Yield warnings about an evaluation on CPUs, and about answers left out or cut short."""
     try:
         question = question_of(config, store)
         machine = question.machine
     except PipelineError:
-        return []
-    return (
-        list(evaluation_warnings(config, question.geometry, question.workload, machine))
-        if machine
-        else []
-    )
+        return
+    if machine is None:
+        return
+    for text in evaluation_warnings(config, question.geometry, question.workload, machine):
+        yield finding_of("warning", text)
 
 
-def little_memory(configs: Sequence[Config], store: Store) -> list[str]:
-    """Return warnings about trainings that do not fit but may run: on CPUs memory may be more."""
-    return collapsed(
-        [(config.experiment, list(_little_memory(config, store))) for config in configs]
-    )
-
-
-def _little_memory(config: Config, store: Store) -> Iterator[str]:
+def on_memory(config: Config, store: Store) -> Iterator[Finding]:
+    """Yield a warning if a training on CPUs does not fit: they may have more than is asked for."""
     try:
         question = question_of(config, store)
         machine = question.machine
@@ -121,5 +91,9 @@ def _little_memory(config: Config, store: Store) -> Iterator[str]:
         question.geometry, machine, question.workload, batch.global_batch_blocks, batch.steps
     )
     ways = leanest(Wanted(setting, question.train, question.held, question.has_deepspeed))
-    if ways and lacks_host_memory(ways[0][1], machine):
-        yield lacking(*ways[0], machine)
+    if not ways:
+        return
+    train, memory = ways[0]
+    if lacks_host_memory(memory, machine):
+        found = finding_of("warning", lacking(train, memory, machine))
+        yield replace(found, numbers={"needed_bytes": host_bytes_of_node(memory, machine)})

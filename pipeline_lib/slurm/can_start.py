@@ -4,9 +4,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
+from pipeline_lib.config.findings import Finding, finding_of
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.units import count
@@ -34,22 +35,27 @@ _BLAMED = (
 
 
 def refuse_jobs(
-    site: Site,
-    request: JobRequest,
-    groups: list[NodeGroup],
-    others: Iterable[str] = (),
-    given: Sequence[str] = (),
+    site: Site, request: JobRequest, groups: list[NodeGroup], given: Sequence[str] = ()
 ) -> None:
-    """Raise ConfigError with what to change if SLURM would refuse or could never start the jobs.
-
-    `others` are problems of jobs other than the training's. They are computed only when they are
-    needed. `given` are further options of the training job.
-    """
-    problems = list(wrong_partitions(site, groups)) or [*too_much(request, site, groups), *others]
-    if not problems and (refusal := _refusal(site, request, given)):
-        problems = [refusal]
-    if problems:
+    """Raise ConfigError with what to change if SLURM would refuse or could never start the jobs."""
+    if problems := why_not_submitted(site, request, groups, given):
         raise ConfigError("the cluster", problems)
+
+
+def why_not_submitted(
+    site: Site, request: JobRequest, groups: list[NodeGroup], given: Sequence[str] = ()
+) -> list[str]:
+    """Return why SLURM would refuse or could never start the jobs; empty if it could.
+
+    `given` are further options of the training's job. SLURM itself is asked only where nothing else
+    is wrong.
+    """
+    if problems := list(wrong_partitions(site, groups)):
+        return problems
+    if problems := list(too_much(request, site, groups)):
+        return problems
+    refusal = _refusal(site, request, given)
+    return [refusal] if refusal else []
 
 
 def refuse_here(cluster: Cluster, is_job: bool) -> None:
@@ -89,14 +95,15 @@ def why_not_started(launcher: str, nodes: int, is_job: bool, has_hosts: bool = F
     return None
 
 
-def warning_of_srun(cluster: Cluster, environ: Mapping[str, str]) -> str | None:
-    """Return a warning if `cluster` wants srun but no job can be submitted here; else None."""
+def srun_without_jobs(cluster: Cluster, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield a warning if `cluster` wants srun but no job can be submitted here."""
     has_slurm = shutil.which("sbatch", path=environ.get("PATH")) is not None
     if cluster.launcher != "srun" or has_slurm or can_start_tasks(environ):
-        return None
-    return (
+        return
+    yield finding_of(
+        "warning",
         f"{_SRUN}, and there is no sbatch on PATH: on a login node train {_AS_A_JOB}; "
-        f"{_WITHOUT_SRUN}"
+        f"{_WITHOUT_SRUN}",
     )
 
 

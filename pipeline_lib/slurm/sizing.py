@@ -3,18 +3,18 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from pipeline_lib.config.content import WEIGHTS_SUFFIXES
+from pipeline_lib.config.findings import Finding, Kind, refuse
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.stages import JobKind
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError, DataError, IntegrityError, PipelineError
 from pipeline_lib.core.files import unreadable_named
 from pipeline_lib.core.run_folder import PLAN_NAME
-from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store, read_manifest
 from pipeline_lib.core.units import GIGA, brief, count
 from pipeline_lib.plan.answer import Question, answer, question_of
@@ -125,29 +125,36 @@ def sealed_plan(pointer: Path) -> PlanDocument:
         ) from error
 
 
-def foreseen(config: Config, store: Store) -> PlanDocument | None:
-    """Predict plan.json from what is known now; None if that is too little or will be refused."""
+class Foresight:
+    """Predicts plan.json of trainings that have no sealed plan yet.
+
+    Experiments of a sweep that differ only in what no prediction depends on share one answer.
+    """
+
+    def __init__(self, store: Store) -> None:
+        """Predict from what is in `store`."""
+        self._store = store
+        self._answers: list[tuple[Question, PlanDocument | None]] = []
+
+    def plan_of(self, config: Config) -> PlanDocument | None:
+        """Return what is known now; None if that is too little, or if it will be refused."""
+        try:
+            question = question_of(config, self._store)
+        except (ConfigError, DataError):
+            return None
+        train = question.train.model_copy(update=_USUAL)
+        question = replace(question, experiment="", train=train)
+        for asked, plan in self._answers:
+            if asked == question:
+                return plan
+        found = _answered(question)
+        self._answers.append((question, found))
+        return found
+
+
+def _answered(question: Question) -> PlanDocument | None:
     try:
-        question = question_of(config, store)
-    except (ConfigError, DataError):
-        return None
-    train = question.train.model_copy(update=_USUAL)
-    question = replace(question, experiment="", train=train)
-    return _answered(_CacheKey(repr(question), question))
-
-
-@dataclass(frozen=True)
-class _CacheKey:
-    """A question as a cache key: questions with the same text are equal."""
-
-    text: str
-    question: Question = field(compare=False)
-
-
-@lru_cache(maxsize=256)
-def _answered(key: _CacheKey) -> PlanDocument | None:
-    try:
-        return answer(key.question, is_explained=False).content
+        return answer(question, is_explained=False).content
     except (ConfigError, DataError):
         return None
 
@@ -222,11 +229,11 @@ def stage_request(
 
 
 def too_long_evaluation(
-    config: Config, store: Store, site: Site, groups: list[NodeGroup], warn: Say
-) -> Iterator[str]:
-    """Yield a problem if the evaluation may exceed its job's time limit: it saves nothing before.
+    config: Config, store: Store, site: Site, groups: list[NodeGroup]
+) -> Iterator[Finding]:
+    """Yield a refusal if the evaluation may exceed its job's time limit: it saves nothing before.
 
-    While the amount of held-out data is a guess, `warn` gets the message instead.
+    While the amount of held-out data is a guess, it is a warning.
     """
     run = _run_of(config, store)
     partition = site.partition_of(is_training=run.gpus > 0)
@@ -242,7 +249,7 @@ def too_long_evaluation(
         else ""
     )
     problem = (
-        f"evaluate: takes about {brief(expected.value)} on {where}{why}, and jobs of partition "
+        f"takes about {brief(expected.value)} on {where}{why}, and jobs of partition "
         f"{partition or nodes[0].partition} may take {brief(limit * _MINUTE_S)}; hold out less "
         "(data.validation_fraction), ask for fewer or shorter answers (evaluate.generations, "
         "evaluate.max_new_tokens), name a GPU with more memory (cluster.gpu), give each rank more "
@@ -251,9 +258,10 @@ def too_long_evaluation(
     )
     if run.workload.is_assumed:
         held_out = "estimated from the first rows" if run.workload.is_estimated else "not counted"
-        warn(f"{problem}; the held-out data is {held_out} so far")
-    else:
-        yield problem
+        problem += f"; the held-out data is {held_out} so far"
+    numbers = {"expected_s": expected.value, "limit_s": limit * _MINUTE_S}
+    kind: Kind = "warning" if run.workload.is_assumed else "refusal"
+    yield Finding(kind, "evaluate", problem, numbers)
 
 
 def refuse_long_evaluation(config: Config, store: Store, site: Site) -> None:
@@ -266,8 +274,7 @@ def refuse_long_evaluation(config: Config, store: Store, site: Site) -> None:
         groups = read_groups()
     except ConfigError:
         return
-    if problems := list(too_long_evaluation(config, store, site, groups, lambda _: None)):
-        raise ConfigError("the cluster", problems)
+    refuse("the cluster", too_long_evaluation(config, store, site, groups))
 
 
 def _run_of(config: Config, store: Store) -> Run:

@@ -104,7 +104,8 @@ def test_an_unused_number_of_held_out_prompts_is_named() -> None:
         json.dumps(given({"validation_fraction": 0}, evaluate={"generations": 3}))
     )
     assert any(
-        text.startswith("evaluate.generations: has no effect") for text in warnings_of([config])
+        one.key == "evaluate.generations" and one.sentence.startswith("has no effect")
+        for one in warnings_of(config)
     )
     assert config.asked.generations == 0
 
@@ -115,8 +116,8 @@ def test_near_duplicates_that_are_kept_are_only_counted() -> None:
         config = Config.model_validate_json(json.dumps(given({}, tokenize=tokenize)))
         assert (
             any(
-                text.startswith("tokenize.near_duplicates: only counts")
-                for text in warnings_of([config])
+                one.key == "tokenize.near_duplicates" and one.sentence.startswith("only counts")
+                for one in warnings_of(config)
             )
             == is_named
         )

@@ -8,7 +8,12 @@ from tests.config.test_load import ROOT, VALID, written
 
 
 def found(folder: Path, text: str) -> list[str]:
-    return warnings_of(load_configs(written(folder, VALID + text + "\n")))
+    return warned(written(folder, VALID + text + "\n"))
+
+
+def warned(path: Path) -> list[str]:
+    """The warnings of the experiments of a file."""
+    return [one.text for config in load_configs(path) for one in warnings_of(config)]
 
 
 @pytest.mark.parametrize(
@@ -69,9 +74,7 @@ def test_what_has_no_effect_here_is_warned_of(tmp_path: Path, text: str, idle: l
 
 
 def test_a_weight_far_from_one_is_warned_of(tmp_path: Path) -> None:
-    [warning] = warnings_of(
-        load_configs(written(tmp_path, VALID.replace("pydoc}", "pydoc, weight: 1000}")))
-    )
+    [warning] = warned(written(tmp_path, VALID.replace("pydoc}", "pydoc, weight: 1000}")))
     assert warning.startswith("data.train[0].weight: 1000 is unusual")
 
 
@@ -79,4 +82,4 @@ def test_a_weight_far_from_one_is_warned_of(tmp_path: Path) -> None:
     "path", sorted((ROOT / "config").rglob("*.yaml")), ids=lambda path: path.name
 )
 def test_the_shipped_configs_are_usual(path: Path) -> None:
-    assert warnings_of(load_configs(path)) == []
+    assert warned(path) == []

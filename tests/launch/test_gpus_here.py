@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.config.schema import Cluster
-from pipeline_lib.launch.allocation import warning_of_gpus_here
+from pipeline_lib.launch.allocation import idle_gpus
 
 
 @pytest.fixture
@@ -20,18 +20,18 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_idle_gpus_are_told_of_with_what_to_set() -> None:
-    warning = warning_of_gpus_here(Cluster())
-    assert warning is not None
-    assert "2 GPUs (NVIDIA H200)" in warning
-    assert "{gpus_per_node: 2, gpu: NVIDIA H200}" in warning
+    [warning] = idle_gpus(Cluster())
+    assert (warning.kind, warning.key) == ("warning", "cluster.gpus_per_node")
+    assert warning.numbers == {"gpus": 2}
+    assert "{gpus_per_node: 2, gpu: NVIDIA H200}" in warning.sentence
     Cluster.model_validate({"gpus_per_node": 2, "gpu": "NVIDIA H200"})
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_gpus_without_a_name_are_told_of() -> None:
-    warning = warning_of_gpus_here(Cluster(gpus_per_node=2))
-    assert warning is not None
-    assert warning.endswith("set gpu: NVIDIA H200")
+    [warning] = idle_gpus(Cluster(gpus_per_node=2))
+    assert (warning.kind, warning.key) == ("warning", "cluster.gpu")
+    assert warning.sentence.endswith("set gpu: NVIDIA H200")
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -39,11 +39,11 @@ def test_gpus_without_a_name_are_told_of() -> None:
     "cluster", [{"gpus_per_node": 0}, {"cpu_ranks": 1}, {"gpus_per_node": 1, "gpu": "h200"}]
 )
 def test_a_config_that_says_what_it_wants_is_not_warned_of(cluster: dict[str, object]) -> None:
-    assert warning_of_gpus_here(Cluster.model_validate(cluster)) is None
+    assert list(idle_gpus(Cluster.model_validate(cluster))) == []
 
 
 def test_a_machine_without_gpus_is_not_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert warning_of_gpus_here(Cluster()) is None
+    assert list(idle_gpus(Cluster())) == []

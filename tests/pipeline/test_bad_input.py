@@ -28,7 +28,10 @@ def use_file(project: Project, lines: list[str]) -> Path:
     """Make the project train on a jsonl file of `lines`."""
     path = project.root / "rows.jsonl"
     path.write_text("".join(line + "\n" for line in lines))
-    project.edit("{source: pydoc, max_rows: 400}", "{source: file, path: rows.jsonl}")
+    text = project.config.read_text()
+    project.config.write_text(
+        text.replace("{source: pydoc, max_rows: 400}", "{source: file, path: rows.jsonl}")
+    )
     return path
 
 
@@ -286,7 +289,7 @@ def test_an_adapter_of_a_higher_rank_than_its_matrix(project: Project) -> None:
 @pytest.mark.slow
 def test_an_empty_data_set(project: Project) -> None:
     use_file(project, [])
-    fails_with(project, "rows.jsonl")
+    fails_with(project, "rows.jsonl: holds no rows", code=2)
 
 
 @pytest.mark.slow
@@ -309,10 +312,14 @@ def test_a_corrupt_line_is_named_and_can_be_allowed(project: Project) -> None:
 
 
 @pytest.mark.slow
-def test_a_data_set_without_an_answer(project: Project) -> None:
-    use_file(
-        project, [json.dumps({"messages": [{"role": "user", "content": "Anybody there?"}]})] * 5
-    )
+def test_conversations_without_an_answer(project: Project) -> None:
+    """The first row is looked at before anything runs, the others by the stage."""
+    asked = {"role": "user", "content": "Anybody there?"}
+    unanswered = [json.dumps({"messages": [asked]})] * 5
+    answered = json.dumps({"messages": [asked, {"role": "assistant", "content": "I am."}]})
+    use_file(project, unanswered)
+    fails_with(project, "data.train[0].path: rows.jsonl:1: only user", code=2)
+    use_file(project, [answered, *unanswered])
     fails_with(project, "rows.jsonl", "no_assistant_turn")
 
 

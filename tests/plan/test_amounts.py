@@ -19,7 +19,7 @@ from pipeline_lib.data.demo import conversations
 from pipeline_lib.plan.amounts import Amount, amounts_of, expected_workload
 from pipeline_lib.plan.answer import answer, question_of
 from pipeline_lib.plan.known import vocabulary_of, workload_of
-from pipeline_lib.plan.warnings import lengths_of_runs
+from pipeline_lib.plan.warnings import on_steps
 from pipeline_lib.plan.workload import assumed_workload
 from pipeline_lib.records.plan import Workload
 from tests.stages import run_stages_here
@@ -260,7 +260,7 @@ def test_a_file_of_which_nothing_is_kept_says_nothing(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     config = load_config(path)
     assert expected_workload(config, None) == assumed_workload(config)
-    assert lengths_of_runs([config], store, "my.yaml") == ([], [])
+    assert list(on_steps(config, store)) == []
 
 
 def test_what_is_not_here_is_assumed(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pipeline_lib.plan.known import (
     geometry_of,
     learn_architecture,
 )
-from pipeline_lib.plan.preflight import refuse_wrong
+from pipeline_lib.workflow.findings import refuse_wrong
 from tests.fake_hub import FakeHub, Files, flipped, serving
 
 NAME = "owner/model"

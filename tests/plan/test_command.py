@@ -15,7 +15,8 @@ from pipeline_lib.cli.main import main
 from pipeline_lib.core.errors import ConfigError, HubError
 from pipeline_lib.core.store import Store
 from pipeline_lib.hub.snapshot import Revisions
-from pipeline_lib.plan.command import show_plan
+from pipeline_lib.plan.command import FindingsOf, show_plan
+from pipeline_lib.workflow.findings import findings_of
 
 ROOT = Path(__file__).parents[2]
 BIG = """\
@@ -94,6 +95,11 @@ class Plan:
         (self._folder / "config" / "config.yaml").write_text(config)
 
 
+def found_in(folder: Path) -> FindingsOf:
+    """All findings, as far as the store in `folder` knows; no machine is asked."""
+    return lambda configs: findings_of(configs, Store(folder / "store"), lambda _: [])
+
+
 @pytest.fixture
 def plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -140,8 +146,8 @@ def test_a_model_that_others_train_is_planned_with_a_word_on_it(plan: Plan, tmp_
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("plan of big: 43,258,368 parameters")
     assert (
-        "\nthe training would be refused: models of type llama and mistral are planned here, and "
-        "only qwen2, " in (done.stdout)
+        "\nthe training would be refused: model.path: models of type llama and mistral are planned "
+        "here, and only qwen2, " in (done.stdout)
     )
 
 
@@ -340,7 +346,7 @@ def test_blocks_that_the_model_cannot_reach_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="65536 tokens are more than the model's 40960 positions; lower it"
     ):
-        show_plan(path, [], False, Store(tmp_path / "store"), lambda text: None)
+        show_plan(path, [], False, Store(tmp_path / "store"), found_in(tmp_path), lambda text: None)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +390,7 @@ evaluate: {generations: 500, max_new_tokens: 1024}
     done = plan(config=small, command=command)
     assert (done.returncode, done.stderr) == (0, "")
     assert (
-        "warning: the evaluation gives 4 answers of up to 1024 tokens from each model on CPUs "
+        "warning: evaluate: gives 4 answers of up to 1024 tokens from each model on CPUs "
         "instead of 500 of up to 1024: there is no GPU, and CPUs read all weights for each token"
     ) in done.stdout
 
@@ -416,14 +422,21 @@ def test_a_disk_that_is_too_small_is_said_and_is_no_error(
     path = tmp_path / "config.yaml"
     path.write_text(BIG)
     said: list[str] = []
-    show_plan(path, [], False, Store(tmp_path / "store"), said.append)
+    show_plan(path, [], False, Store(tmp_path / "store"), found_in(tmp_path), said.append)
     begins = (
         "\nthe training would be refused: train.keep_last: the checkpoints kept and the one "
         "being written need 294"
     )
     assert [text for text in said if text.startswith(begins)]
     said.clear()
-    show_plan(path, ["train.method=lora"], False, Store(tmp_path / "store"), said.append)
+    show_plan(
+        path,
+        ["train.method=lora"],
+        False,
+        Store(tmp_path / "store"),
+        found_in(tmp_path),
+        said.append,
+    )
     begins = (
         "\nthe training would be refused: the run writes 34.51 GB (base model 16.38 GB, "
         "checkpoints 1.57 GB"
@@ -472,7 +485,8 @@ def test_check_says_what_it_can_where_the_hub_is_out_of_reach(
     )
     assert done.returncode == 69, done.stderr
     assert (
-        "config.yaml: 1 optimizer step, estimated from the first rows of the files\n" in done.stdout
+        "config.yaml: note: 1 optimizer step, estimated from the first rows of the files\n"
+        in done.stdout
     )
     assert (
         "no route to the hub. Beside that, config/config.yaml has no problems that can be seen"

@@ -38,7 +38,7 @@ from pipeline_lib.plan.known import (
     repetition_of,
     workload_of,
 )
-from pipeline_lib.plan.warnings import lengths_of_runs
+from pipeline_lib.plan.warnings import on_steps
 
 SMALL = """\
 experiment: small
@@ -248,8 +248,9 @@ def test_samples_that_the_blocks_cannot_meet_are_refused_before_the_plan(
 ) -> None:
     config, store = sealed
     train = config.train.model_copy(update={"global_batch_samples": 1})
-    with pytest.raises(ConfigError, match="^my.yaml: 1 problem\n.*cannot be met within 10%"):
-        lengths_of_runs([config.model_copy(update={"train": train})], store, "my.yaml")
+    [refusal] = on_steps(config.model_copy(update={"train": train}), store)
+    assert (refusal.kind, refusal.key) == ("refusal", "train.global_batch_samples")
+    assert "cannot be met within 10%" in refusal.sentence
 
 
 def documents(reader: BlockReader) -> list[list[int]]:

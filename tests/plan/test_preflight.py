@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,9 @@ from pipeline_lib.data.chat_template import ChatTemplate
 from pipeline_lib.plan.answer import question_of, run_of
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import MARGIN, predict
-from pipeline_lib.plan.preflight import (
-    refuse_impossible,
-    refuse_too_large,
-    refuse_wrong,
-    too_little_disk,
-)
+from pipeline_lib.plan.preflight import lacking_to_train, too_little_disk, wrong_with
 from pipeline_lib.plan.stages import stored_bytes
+from pipeline_lib.workflow.findings import refuse_wrong
 from tests.tiny import tiny_model
 
 TERABYTE = 10**12
@@ -75,12 +70,9 @@ def config_of(
 
 
 def problems(config: Config, store: Store) -> list[str]:
-    try:
-        refuse_impossible(config, store)
-    except ConfigError as error:
-        assert error.source == "experiment 'big'"
-        return error.problems
-    return []
+    found = [*wrong_with(config, store), *lacking_to_train(config, store)]
+    assert {one.kind for one in found} <= {"refusal"}
+    return [one.text for one in found]
 
 
 @pytest.fixture
@@ -427,14 +419,6 @@ def test_all_problems_are_told_at_once(store: Store, monkeypatch: pytest.MonkeyP
     ]
 
 
-def refused(refuse: Callable[[Config, Store], None], config: Config, store: Store) -> bool:
-    try:
-        refuse(config, store)
-    except ConfigError:
-        return True
-    return False
-
-
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_what_training_alone_lacks_stops_no_plan_and_no_data(name: str, store: Store) -> None:
     config, _ = IMPOSSIBLE[name]
@@ -444,16 +428,17 @@ def test_what_training_alone_lacks_stops_no_plan_and_no_data(name: str, store: S
         "an unknown GPU",
         "a GPU without bf16",
     )
-    assert refused(refuse_too_large, config, store) == is_too_large
-    assert refused(refuse_wrong, config, store) != is_too_large
+    assert bool(lacking_to_train(config, store)) == is_too_large
+    assert bool(wrong_with(config, store)) != is_too_large
 
 
 def test_a_full_disk_stops_the_training_alone(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_free(monkeypatch, 0)
-    assert refused(refuse_too_large, config_of(), store)
-    assert not refused(refuse_wrong, config_of(), store)
+    [refusal] = lacking_to_train(config_of(), store)
+    assert (refusal.kind, refusal.key) == ("refusal", "train.keep_last")
+    assert wrong_with(config_of(), store) == []
 
 
 def test_keys_that_leave_no_way_to_train_are_refused(store: Store) -> None:
@@ -468,7 +453,7 @@ def test_it_costs_next_to_nothing(store: Store) -> None:
     took = []
     for _ in range(5):
         start_s = time.process_time()
-        refuse_impossible(config_of(), store)
+        assert problems(config_of(), store) == []
         took.append(time.process_time() - start_s)
     assert min(took) < 0.1
 

@@ -14,7 +14,7 @@ import pytest
 from pipeline_lib.config.load import load_config
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.train import Train
-from pipeline_lib.core.errors import ConfigError, DataError
+from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.user_cache import UserCache
 from pipeline_lib.data.blocks import BlockReader
@@ -28,7 +28,7 @@ from pipeline_lib.plan.steps import (
     plan_batches,
     step_warnings,
 )
-from pipeline_lib.plan.warnings import lengths_of_runs
+from pipeline_lib.plan.warnings import on_steps
 from pipeline_lib.plan.workload import assumed_workload, workload_from
 from pipeline_lib.records.data import BlockGroup
 from pipeline_lib.records.plan import Workload
@@ -47,6 +47,13 @@ def blocks_of(folder: Path, *groups: tuple[float, int, int]) -> BlockReader:
         folder, bins, BLOCK, 3, [BlockGroup(weight, blocks) for weight, blocks, _ in groups]
     )
     return BlockReader(folder)
+
+
+def steps_found(config: Config, store: Store) -> tuple[list[str], list[str]]:
+    """The notes on the number of steps, and the warnings about them."""
+    found = list(on_steps(config, store))
+    notes = [one.text for one in found if one.kind == "note"]
+    return notes, [one.text for one in found if one.kind == "warning"]
 
 
 def planned(reader: BlockReader, ranks: int = 1, **train: Any) -> Any:
@@ -212,9 +219,9 @@ def test_the_range_of_a_small_vocabulary_holds_what_packing_makes(tmp_path: Path
     path = config_of(tmp_path, rows, "{global_batch_tokens: 1024, epochs: 2}")
     store = store_in(tmp_path)
     config = load_config(path)
-    [told], _ = lengths_of_runs([config], store, "my.yaml")
+    [told], _ = steps_found(config, store)
     run_stages_here(path, store, last="shard")
-    [exact], _ = lengths_of_runs([config], store, "my.yaml")
+    [exact], _ = steps_found(config, store)
     low, high = map(int, re.search(r"\((\d+) to (\d+)\)", told).groups())  # type: ignore[union-attr]
     assert low <= int(exact.split()[0]) <= high, (told, exact)
 
@@ -236,9 +243,9 @@ def test_the_range_of_chinese_text_in_the_demo_vocabulary_holds_what_packing_mak
     )
     path = config_of(tmp_path, rows, "{global_batch_tokens: 1024, epochs: 1}")
     store = store_in(tmp_path)
-    [told], _ = lengths_of_runs([load_config(path)], store, "my.yaml")
+    [told], _ = steps_found(load_config(path), store)
     run_stages_here(path, store, last="shard")
-    [exact], _ = lengths_of_runs([load_config(path)], store, "my.yaml")
+    [exact], _ = steps_found(load_config(path), store)
     low, high = map(int, re.findall(r"\d+", told)[1:3])
     assert low <= int(exact.split()[0]) <= high, (told, exact)
 
@@ -295,7 +302,7 @@ def test_data_that_is_not_here_is_not_guessed(tmp_path: Path) -> None:
         estimated_steps(config, batch_without_data(config.train, 1, assumed_workload(config)), None)
         is None
     )
-    assert lengths_of_runs([config], Store(tmp_path / "store"), "my.yaml") == ([], [])
+    assert steps_found(config, Store(tmp_path / "store")) == ([], [])
 
 
 def warned(steps: int, band: int = 0, ranks: int = 1, **train: Any) -> list[str]:
@@ -409,7 +416,7 @@ def test_samples_that_short_rows_will_not_meet_are_warned_of_before_packing(tmp_
     path = config_of(tmp_path, rows, "{global_batch_samples: 16, epochs: 40}")
     store = store_in(tmp_path)
     path.write_text(path.read_text().replace("block_tokens: 256", "block_tokens: 2048"))
-    [warning] = lengths_of_runs([load_config(path)], store, "my.yaml")[1]
+    [warning] = steps_found(load_config(path), store)[1]
     found = re.fullmatch(
         r"train.global_batch_samples: 16 is likely to be refused once the data is packed: by the first rows of the "
         r"files, a block of 2,048 tokens would hold about (\d+) samples, and a step takes whole blocks; set "
@@ -419,18 +426,19 @@ def test_samples_that_short_rows_will_not_meet_are_warned_of_before_packing(tmp_
     )
     assert found is not None, warning
     run_stages_here(path, store, last="shard")
-    with pytest.raises(ConfigError, match="global_batch_samples: 16 cannot be met within 10%"):
-        lengths_of_runs([load_config(path)], store, "my.yaml")
+    [refusal] = on_steps(load_config(path), store)
+    assert (refusal.kind, refusal.key) == ("refusal", "train.global_batch_samples")
+    assert refusal.sentence.startswith("16 cannot be met within 10%")
     for settings in (
         {"global_batch_samples": None, "global_batch_tokens": 2048},
         {"global_batch_samples": int(found[2])},
     ):
-        assert lengths_of_runs([rows_of(path, **settings)], store, "my.yaml")[0]
+        assert steps_found(rows_of(path, **settings), store)[0]
     shorter = path.read_text().replace("block_tokens: 2048", f"block_tokens: {found[3]}")
     path.write_text(shorter.replace("max_tokens: 256", f"max_tokens: {found[3]}"))
-    assert lengths_of_runs([load_config(path)], store, "my.yaml")[1] == []
+    assert steps_found(load_config(path), store)[1] == []
     run_stages_here(path, store, last="shard")
-    assert lengths_of_runs([load_config(path)], store, "my.yaml")[0]
+    assert steps_found(load_config(path), store)[0]
 
 
 def test_ranks_that_short_rows_would_leave_idle_are_warned_of_before_packing(
@@ -442,7 +450,7 @@ def test_ranks_that_short_rows_would_leave_idle_are_warned_of_before_packing(
         "{global_batch_samples: 14, context_ranks: 1}",
     )
     path.write_text(path.read_text().replace("cpu_ranks: 1", "cpu_ranks: 4"))
-    [_, warning] = lengths_of_runs([load_config(path)], store_in(tmp_path), "my.yaml")[1]
+    [_, warning] = steps_found(load_config(path), store_in(tmp_path))[1]
     assert re.search(r"4 ranks are idle for \d+% of the time; set \d+", warning)
 
 
@@ -465,16 +473,12 @@ def test_sixteen_short_samples_on_four_ranks_train_as_articles_have_them(tmp_pat
         .replace("tokens: 256", "tokens: 1024")
     )
     path.write_text(text)
-    [warning] = [
-        text
-        for text in lengths_of_runs([load_config(path)], store, "my.yaml")[1]
-        if "refused" in text
-    ]
+    [warning] = [text for text in steps_found(load_config(path), store)[1] if "refused" in text]
     offered = re.search(r"shard.block_tokens .and tokenize.max_tokens. to (\d+) or less$", warning)
     assert offered is not None, warning
     path.write_text(text.replace("tokens: 1024", f"tokens: {offered[1]}"))
     run_stages_here(path, store, last="plan")
-    [exact], _ = lengths_of_runs([load_config(path)], store, "my.yaml")
+    [exact], _ = steps_found(load_config(path), store)
     assert exact.split()[0].isdecimal()
 
 

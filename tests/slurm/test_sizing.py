@@ -14,8 +14,8 @@ from pipeline_lib.config.stages import JobKind
 from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
 from pipeline_lib.core.store import Manifest, Ref, Store, describe_files, write_manifest
 from pipeline_lib.plan.answer import Question, question_of
-from pipeline_lib.plan.warnings import long_evaluations
-from pipeline_lib.slurm.can_start import refuse_jobs
+from pipeline_lib.plan.warnings import on_evaluation
+from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.slurm.cluster import NodeGroup, fitted
 from pipeline_lib.slurm.request import (
     OF_STAGE,
@@ -26,7 +26,7 @@ from pipeline_lib.slurm.request import (
 )
 from pipeline_lib.slurm.site import Site
 from pipeline_lib.slurm.sizing import (
-    foreseen,
+    Foresight,
     most_cpus_of,
     refuse_long_evaluation,
     sealed_bytes,
@@ -48,6 +48,11 @@ SMALL = NodeGroup(
     memory_mb=31_000,
     gpus=4,
 )
+
+
+def foreseen(config: Config, store: Store) -> PlanDocument | None:
+    """What is predicted of plan.json."""
+    return Foresight(store).plan_of(config)
 
 
 def config_of(
@@ -262,7 +267,7 @@ def test_as_many_gpus_are_asked_for_as_hold_the_model_that_answers(
     )
     request = stage_request("evaluate", config, store, 0)
     assert (request.gpus_per_node, request.memory_mb) == (gpus, memory_gb * 1000)
-    assert long_evaluations([config], store) == []
+    assert list(on_evaluation(config, store)) == []
 
 
 def test_a_model_that_no_gpus_of_a_node_hold_is_scored_on_one_and_does_not_answer(
@@ -274,9 +279,10 @@ def test_a_model_that_no_gpus_of_a_node_hold_is_scored_on_one_and_does_not_answe
     )
     request = stage_request("evaluate", config, store, 0)
     assert (request.gpus_per_node, request.memory_mb < 20_000) == (1, True)
-    (warning,) = long_evaluations([config], store)
-    assert warning == (
-        "the evaluation gives no answers: the whole model, 65.52 GB in bf16, has no room on 2 "
+    (warning,) = on_evaluation(config, store)
+    assert (warning.kind, warning.key) == ("warning", "evaluate")
+    assert warning.sentence == (
+        "gives no answers: the whole model, 65.52 GB in bf16, has no room on 2 "
         "GPUs of 23.5 GiB, and on CPUs it would take 163.81 GB of host memory"
     )
 
@@ -414,21 +420,12 @@ def test_an_evaluation_that_no_job_has_the_time_for_is_refused_with_what_to_do(
             ("32B", {"cpu_ranks": 4}),
         )
     )
-    warned: list[str] = []
-    assert list(too_long_evaluation(small, store, site, [SMALL, fast], warned.append)) == []
-    assert (
-        list(
-            too_long_evaluation(
-                large, store, site, [replace(SMALL, limit_minutes=None), fast], warned.append
-            )
-        )
-        == []
-    )
-    assert warned == []
-    assert list(too_long_evaluation(large, store, site, [SMALL, fast], warned.append)) == []
-    assert re.match(
-        "evaluate: takes about .* is estimated from the first rows so far", warned.pop()
-    )  # no reason to refuse it
+    assert list(too_long_evaluation(small, store, site, [SMALL, fast])) == []
+    without_limit = replace(SMALL, limit_minutes=None)
+    assert list(too_long_evaluation(large, store, site, [without_limit, fast])) == []
+    [guess] = too_long_evaluation(large, store, site, [SMALL, fast])
+    assert (guess.kind, guess.key) == ("warning", "evaluate")  # no reason to refuse it
+    assert re.match("takes about .* is estimated from the first rows so far", guess.sentence)
 
     def with_blocks(config: Config, store: Store) -> Question:
         question = question_of(config, store)
@@ -437,18 +434,16 @@ def test_an_evaluation_that_no_job_has_the_time_for_is_refused_with_what_to_do(
         )
 
     monkeypatch.setattr("pipeline_lib.slurm.sizing.question_of", with_blocks)
-    (problem,) = too_long_evaluation(large, store, site, [SMALL, fast], warned.append)
-    assert warned == []
+    (refusal,) = too_long_evaluation(large, store, site, [SMALL, fast])
+    assert (refusal.kind, refusal.key) == ("refusal", "evaluate")
+    assert refusal.numbers["expected_s"] > refusal.numbers["limit_s"] == 12 * 3600
     assert re.match(
-        r"evaluate: takes about [\d,]+ h \d\d min on 4 CPUs, and jobs of partition small may take 12 h 00 min; "
+        r"takes about [\d,]+ h \d\d min on 4 CPUs, and jobs of partition small may take 12 h 00 min; "
         r"hold out less \(data.validation_fraction\), ",
-        problem,
+        refusal.sentence,
     )
     for key in ("evaluate.generations", "evaluate.max_new_tokens", "cluster.gpu", "cpu_partition"):
-        assert key in problem
-    request = training_request(large, foreseen(large, store), [fast])
-    with pytest.raises(ConfigError, match="evaluate: takes about"):
-        refuse_jobs(site, replace(request, nodes=1, memory_mb=1000), [SMALL, fast], [problem])
+        assert key in refusal.sentence
     monkeypatch.setattr("pipeline_lib.slurm.sizing.read_groups", lambda: [SMALL, fast])
     refuse_long_evaluation(small, store, site)
     # in the training's job: it is no guess by then

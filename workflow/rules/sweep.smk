@@ -48,7 +48,3 @@ def results_of(stage):
         return EXPERIMENT.pointers(stage, None if is_of_all else survivors())
 
     return results
-
-
-def inputs_to_rung(wildcards):
-    return train_inputs(wildcards, is_to_rung=True)
