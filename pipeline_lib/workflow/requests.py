@@ -96,8 +96,8 @@ class Requests:
         """
         if not gpus or not self._invocation.is_here:
             return cpus
-        share = gpus / max(gpus, self._gpus_here)
-        return max(1, int(share * self._invocation.workflow.cores))
+        cores: int = self._invocation.workflow.cores
+        return max(1, cores * gpus // max(gpus, self._gpus_here))
 
     @cached_property
     def _gpus_here(self) -> int:
