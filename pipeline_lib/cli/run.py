@@ -15,7 +15,8 @@ from pipeline_lib.config.stages import STAGES
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.text import did_you_mean
 
-ROOT = Path(__file__).resolve().parents[2]
+# Where the Snakefile and the profiles are: in the clone, or where a wheel installs them.
+RULES = (Path(__file__).resolve().parents[2], Path(sys.prefix) / "share" / "qwen3-pipeline")
 TARGETS = (*STAGES, "rehearse")
 _WHAT = "run an experiment: from its data to a verified model and a report"
 EXAMPLES = """\
@@ -122,13 +123,24 @@ def _refuse_wrong_words(stages: Sequence[str]) -> None:
 def _arguments(arguments: argparse.Namespace, stages: Sequence[str]) -> list[str]:
     """Return snakemake's arguments: a target stands before the options that take several values."""
     settings = [word for word in arguments.words if "=" in word]
-    made = [*stages, "--snakefile", str(ROOT / "Snakefile")]
+    rules = _rules()
+    made = [*stages, "--snakefile", str(rules / "Snakefile")]
     made += ["--configfile", str(arguments.config)]
-    made += ["--workflow-profile", str(ROOT / "profiles" / "default")]
+    made += ["--workflow-profile", str(rules / "profiles" / "default")]
     if arguments.slurm:
-        made += ["--profile", str(ROOT / "profiles" / "slurm")]
+        made += ["--profile", str(rules / "profiles" / "slurm")]
     if settings:
         made += ["--config", f"{OVERRIDES}={json.dumps(settings)}"]
     if arguments.dry_run:
         made.append("--dry-run")
     return [*made, *arguments.options]
+
+
+def _rules() -> Path:
+    """Return the folder of RULES that has the Snakefile. Raises ConfigError."""
+    for folder in RULES:
+        if (folder / "Snakefile").is_file():
+            return folder
+    places = " nor ".join(map(str, RULES))
+    remedy = "install the clone (`pip install -e .`) or its wheel"
+    raise ConfigError("qwen3 run", [f"the Snakefile is neither in {places}; {remedy}"])
