@@ -5,6 +5,7 @@ import os.path
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 from pipeline_lib.compare.differences import (
@@ -57,14 +58,17 @@ class ExperimentNumbers:
 def measured(known: Known) -> ExperimentNumbers:
     """Return the numbers of `known`, from its sealed files, or from its steps so far."""
     tuned = known.scores.tuned if known.scores else None
-    training = known.training
     steps = known.steps
     if known.is_trained:
         cost = known.spent
     else:  # from the steps that it has taken so far
         cost = spent(known.plan, steps, RunRecord(), world_size=None, train_s=known.training_time_s)
-    supervised = sum(step.supervised_tokens for step in steps) or None
     losses = [step.loss for step in steps if step.verdict is None and step.loss is not None]
+    final_loss = losses[-1] if losses else None
+    supervised_tokens = sum(step.supervised_tokens for step in steps) or None
+    if known.training is not None:
+        final_loss = known.training.final_loss
+        supervised_tokens = known.training.supervised_tokens
     is_gpu = known.plan is not None and known.plan.cluster.is_gpu
     planned_device = "GPU" if is_gpu else "CPU core"
     return ExperimentNumbers(
@@ -74,9 +78,9 @@ def measured(known: Known) -> ExperimentNumbers:
         loss=tuned.loss if tuned else None,
         standard_error=tuned.standard_error if tuned else None,
         perplexity=tuned.perplexity if tuned else None,
-        final_loss=training.final_loss if training else next(reversed(losses), None),
+        final_loss=final_loss,
         steps=known.last_step,
-        supervised_tokens=training.supervised_tokens if training else supervised,
+        supervised_tokens=supervised_tokens,
         tokens_per_s=known.tokens_per_s,
         mfu=known.mfu,
         peak_memory_bytes=known.peak_memory_bytes,
@@ -102,10 +106,11 @@ class Comparison:
     @cached_property
     def family(self) -> str:
         """The common prefix, up to a hyphen, of at least three names, like a sweep's; or empty."""
-        first, hyphen, _ = os.path.commonprefix(
-            [shown(known.name) for known in self.found]
-        ).rpartition("-")
-        return first + hyphen if len(self.found) > 2 else ""
+        if len(self.found) <= 2:
+            return ""
+        common = os.path.commonprefix([shown(known.name) for known in self.found])
+        first, hyphen, _ = common.rpartition("-")
+        return first + hyphen
 
     @cached_property
     def title(self) -> str:
@@ -118,19 +123,21 @@ class Comparison:
     @cached_property
     def names(self) -> list[str]:
         """Display names without the common prefix, made unique by the digest or the store."""
-        subjects = [known.subject for known in self.found]
-        named = [
-            (shown(one.name).removeprefix(self.family), one.parts["report"][:DIGEST_SHOWN])
-            for one in subjects
-        ]
+        named = []
+        digests_by_name: dict[str, set[str]] = {}
+        for known in self.found:
+            name = shown(known.name).removeprefix(self.family)
+            digest = known.subject.parts["report"][:DIGEST_SHOWN]
+            named.append((name, digest))
+            digests_by_name.setdefault(name, set()).add(digest)
         labels = []
-        for (name, digest), subject in zip(named, subjects, strict=True):
-            has_other_config = len({other for known, other in named if known == name}) > 1
-            label = f"{name} ({digest})" if has_other_config else name
-            is_in_two_stores = named.count((name, digest)) > 1
-            labels.append(
-                f"{label} in {shown(str(subject.store.root))}" if is_in_two_stores else label
-            )
+        for (name, digest), known in zip(named, self.found, strict=True):
+            label = name
+            if len(digests_by_name[name]) > 1:
+                label += f" ({digest})"
+            if named.count((name, digest)) > 1:
+                label += f" in {shown(str(known.subject.store.root))}"
+            labels.append(label)
         return labels
 
     @cached_property
@@ -151,24 +158,26 @@ class Comparison:
     @cached_property
     def same(self) -> list[Sameness]:
         """Bit-by-bit comparisons of two experiments, or of pairs that mean the same result."""
-        places = range(len(self.found))
-        pairs = [(one, other) for one in places for other in places if one < other]
+        pairs = list(combinations(range(len(self.found)), 2))
         if len(self.found) > 2:
-            keys = [
-                tuple(row.values[place] for row in self.differences.changing) for place in places
+            changing = self.differences.changing
+            pairs = [
+                (one, other)
+                for one, other in pairs
+                if all(row.values[one] == row.values[other] for row in changing)
             ]
-            pairs = [(one, other) for one, other in pairs if keys[one] == keys[other]]
         return [sameness(self.found, one, other) for one, other in pairs]
 
     @cached_property
     def swept(self) -> dict[str, list[float | None]]:
         """The values of each key that differs and holds numbers, by experiment; or else None."""
         tables = [by_dotted_key(filled(known.subject.config)) for known in self.found]
-        values = {
-            one.name: [as_number(table.get(one.name)) for table in tables]
-            for one in self.differences.changing
-        }
-        return {name: found for name, found in values.items() if len({*found} - {None}) > 1}
+        swept = {}
+        for row in self.differences.changing:
+            values = [as_number(table.get(row.name)) for table in tables]
+            if len(set(values) - {None}) > 1:
+                swept[row.name] = values
+        return swept
 
     @property
     def same_texts(self) -> list[str]:
@@ -184,8 +193,10 @@ class Comparison:
     @property
     def notes(self) -> list[str]:
         """Notes on damaged files that were not used, prefixed with the experiment."""
-        named = zip(self.names, self.found, strict=True)
-        return [f"{name}: {note}" for name, known in named for note in dict.fromkeys(known.notes)]
+        notes = []
+        for name, known in zip(self.names, self.found, strict=True):
+            notes += [f"{name}: {note}" for note in dict.fromkeys(known.notes)]
+        return notes
 
     @property
     def order(self) -> list[int]:
@@ -213,36 +224,35 @@ class Comparison:
         def rows(of: Sequence[DifferingRow]) -> dict[str, list[str]]:
             return {row.name: list(row.values) for row in of}
 
+        same = []
+        for one in self.same:
+            names = {"first": self.names[one.first], "second": self.names[one.second]}
+            same.append(asdict(one) | names)
         return {
             "verdict": verdict,
             "identical": self.is_identical,
             "best": None if ranking.best is None else self.names[ranking.best],
             "documents_shared_by_all": ranking.shared,
             "pairs": ranking.pairs,
-            "experiments": [
-                {
-                    "name": known.name,
-                    "label": name,
-                    "store": str(known.subject.store.root),
-                    "report": known.subject.parts["report"],
-                    **asdict(numbers),
-                    "versus_best": asdict(ranking.versus[place])
-                    if place in ranking.versus
-                    else None,
-                }
-                for place, (name, known, numbers) in enumerate(
-                    zip(self.names, self.found, self.measured, strict=True)
-                )
-            ],
+            "experiments": [self._experiment_json(place) for place in range(len(self.found))],
             "held_out_by_source": rows(self.differences.sources),
             "config": rows(self.differences.changing),
             "placement": rows(self.differences.placing),
             "software": rows(self.differences.software),
             "data": rows(self.differences.data),
             "plan": rows(self.differences.plan),
-            "same": [
-                {**asdict(same), "first": self.names[same.first], "second": self.names[same.second]}
-                for same in self.same
-            ],
+            "same": same,
             "notes": self.notes,
+        }
+
+    def _experiment_json(self, place: int) -> dict[str, Any]:
+        known = self.found[place]
+        versus = self.ranking.versus.get(place)
+        return {
+            "name": known.name,
+            "label": self.names[place],
+            "store": str(known.subject.store.root),
+            "report": known.subject.parts["report"],
+            **asdict(self.measured[place]),
+            "versus_best": None if versus is None else asdict(versus),
         }

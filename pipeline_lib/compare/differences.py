@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from pipeline_lib.compare.read import Known
@@ -46,9 +47,8 @@ class Differences:
     @staticmethod
     def between(found: Sequence[Known]) -> "Differences":
         """Return the differences between all of `found`."""
-        keys = _differing(
-            [by_dotted_key(filled(known.subject.config)) for known in found], _value_text
-        )
+        configs = [by_dotted_key(filled(known.subject.config)) for known in found]
+        keys = _differing(configs, _value_text)
         changing = [one for one in keys if not _is_place(one.name)]
         return Differences(
             changing=changing + _contents(found, [one.name for one in changing]),
@@ -62,15 +62,13 @@ class Differences:
 
 def filled(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `config` with every missing key set to its default in this version of the code."""
-    sections = {
-        name: field.default
-        for name, field in Config.model_fields.items()
-        if not field.is_required()
-    }
+    defaults: dict[str, Any] = {}
+    for name, field in Config.model_fields.items():
+        if not field.is_required():
+            defaults[name] = field.default.model_dump(mode="json")
     any_data = Data(train=(PydocData(source="pydoc"),))
-    of_data = any_data.model_dump(mode="json", exclude={"train"})
-    defaults = {name: section.model_dump(mode="json") for name, section in sections.items()}
-    return _merged({**defaults, "data": of_data}, config)
+    defaults["data"] = any_data.model_dump(mode="json", exclude={"train"})
+    return _merged(defaults, config)
 
 
 def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,12 +81,16 @@ def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
 
 def by_dotted_key(value: Any, key: str = "") -> dict[str, Any]:
     """Return the leaves of `value` by dotted key, like `data.train[0].path`, without the name."""
+    leaves: dict[str, Any] = {}
     if isinstance(value, dict):
-        inner = [by_dotted_key(item, f"{key}.{name}".lstrip(".")) for name, item in value.items()]
-        return {name: leaf for each in inner for name, leaf in each.items() if name != "experiment"}
+        for name, item in value.items():
+            leaves |= by_dotted_key(item, f"{key}.{name}".lstrip("."))
+        leaves.pop("experiment", None)
+        return leaves
     if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        inner = [by_dotted_key(item, f"{key}[{index}]") for index, item in enumerate(value)]
-        return {name: leaf for each in inner for name, leaf in each.items()}
+        for index, item in enumerate(value):
+            leaves |= by_dotted_key(item, f"{key}[{index}]")
+        return leaves
     return {key: value}
 
 
@@ -104,32 +106,33 @@ def _is_place(key: str) -> bool:
 def _contents(found: Sequence[Known], keys: Iterable[str]) -> list[DifferingRow]:
     """Return sources with different content, by download digest, unless `keys` explains it."""
     differences = []
-    parts = [
-        {
-            part: digest
-            for part, digest in known.subject.parts.items()
-            if part.partition(".")[0] in ("model", "data")
-        }
-        for known in found
-    ]
-    trained = [len(known.subject.config.get("data", {}).get("train", ())) for known in found]
-    for difference in _differing(parts, str):
+    trained = {len(known.subject.config.get("data", {}).get("train", ())) for known in found}
+    for difference in _differing([_downloads(known) for known in found], str):
         section, _, index = difference.name.partition(".")
-        places = {
-            f"{source_key(int(index), number)}." if section == "data" else f"{section}."
-            for number in trained
-        }
+        places = [f"{section}."]
+        if section == "data":
+            places = [f"{source_key(int(index), number)}." for number in trained]
         if not any(key.startswith(tuple(places)) for key in keys):
             differences.append(DifferingRow(f"{difference.name} (content)", difference.values))
     return differences
 
 
+def _downloads(known: Known) -> dict[str, str]:
+    """Return the digests of the downloads by part: `model`, `data.0`."""
+    digests = {}
+    for part, digest in known.subject.parts.items():
+        if part.partition(".")[0] in ("model", "data"):
+            digests[part] = digest
+    return digests
+
+
 def _software(known: Known) -> dict[str, str]:
     """Return the versions that training ran with, or the last sealed stage's before it."""
-    order = ("train", "shard", "tokenize", "model")
-    manifest = next((known.manifests[part] for part in order if part in known.manifests), None)
-    versions = manifest.versions if manifest else {}
-    return {name: versions[name] for name in _SOFTWARE if name in versions}
+    for part in ("train", "shard", "tokenize", "model"):
+        if part in known.manifests:
+            versions = known.manifests[part].versions
+            return {name: versions[name] for name in _SOFTWARE if name in versions}
+    return {}
 
 
 def _data(known: Known) -> dict[str, str]:
@@ -167,10 +170,13 @@ def _data(known: Known) -> dict[str, str]:
 
 
 def _by_source(known: Known) -> dict[str, str]:
-    by_source = known.scores.by_source if known.scores else ()
-    return {
-        one.source: units.real(one.tuned.loss, "", 4) for one in by_source if one.tuned is not None
-    }
+    shown: dict[str, str] = {}
+    if known.scores is None:
+        return shown
+    for one in known.scores.by_source:
+        if one.tuned is not None:
+            shown[one.source] = units.real(one.tuned.loss, "", 4)
+    return shown
 
 
 def _plan(known: Known) -> dict[str, str]:
@@ -219,18 +225,20 @@ def _differing(
     The values are compared, not their displayed texts.
     """
     known = [table for table in tables if table]
-    keys = dict.fromkeys(key for table in known for key in table)
+    keys = dict.fromkeys(chain(*known))
     found = []
     for key in keys:
-        values = [canonical_json(table[key]) if key in table else None for table in known]
-        if len(set(values)) > 1:
-            texts = (show(table[key]) if key in table else NONE for table in tables)
-            cells = (
-                text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 4]} ..."
-                for text in texts
-            )
-            found.append(DifferingRow(key, tuple(cells)))
+        values = {canonical_json(table[key]) if key in table else None for table in known}
+        if len(values) > 1:
+            texts = [show(table[key]) if key in table else NONE for table in tables]
+            found.append(DifferingRow(key, tuple(map(_shortened, texts))))
     return found
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= MAX_VALUE_CHARS:
+        return text
+    return f"{text[: MAX_VALUE_CHARS - 4]} ..."
 
 
 def as_number(value: Any) -> float | None:
@@ -247,8 +255,6 @@ def _value_text(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         return value
-    return (
-        f"{value:g}"
-        if isinstance(value, float) and float(f"{value:g}") == value
-        else canonical_json(value)
-    )
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return canonical_json(value)

@@ -76,12 +76,11 @@ class Course:
 
 def line_styles(comparison: Comparison) -> list[LineStyle]:
     """Return the style of each experiment, in their order; the best get the most distinct ones."""
-    turns = {place: turn for turn, place in enumerate(comparison.order)}
-    places = range(len(comparison.found))
-    return [
-        LineStyle(COLOURS[turns[place] % len(COLOURS)], turns[place] >= len(COLOURS))
-        for place in places
-    ]
+    styles = {}
+    for turn, place in enumerate(comparison.order):
+        colour = COLOURS[turn % len(COLOURS)]
+        styles[place] = LineStyle(colour, is_dashed=turn >= len(COLOURS))
+    return [styles[place] for place in range(len(comparison.found))]
 
 
 def figures_of(comparison: Comparison) -> dict[str, Chart]:
@@ -89,12 +88,7 @@ def figures_of(comparison: Comparison) -> dict[str, Chart]:
     styles = line_styles(comparison)
     courses = [course_of(comparison, place, styles[place]) for place in comparison.order]
     found = [course for course in courses if course is not None]
-    longest_s = max(
-        (float(np.nanmax(course.seconds, initial=0.0)) for course in found), default=0.0
-    )
-    # the largest unit that the longest training takes at least two of
-    units_s = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
-    unit, size_s = next((each for each in units_s if longest_s >= 2 * each[1]), units_s[-1])
+    unit, size_s = _time_unit(found)
     drawn = {
         "figure-versus": versus_figure(comparison, styles),
         "figure-loss": loss_figure(
@@ -121,10 +115,19 @@ def figures_of(comparison: Comparison) -> dict[str, Chart]:
             "0,0.0[0]",
         ),
     }
-    drawn |= {
-        swept_id(key): swept_figure(comparison, key, styles) for key in swept_keys(comparison)
-    }
+    for key in swept_keys(comparison):
+        drawn[swept_id(key)] = swept_figure(comparison, key, styles)
     return {name: chart for name, chart in drawn.items() if chart is not None}
+
+
+def _time_unit(courses: Sequence[Course]) -> tuple[str, float]:
+    """Return the largest unit that the longest training takes at least two of, and its seconds."""
+    longest = [float(np.nanmax(course.seconds, initial=0.0)) for course in courses]
+    longest_s = max(longest, default=0.0)
+    for unit, size_s in (("hours", 3600.0), ("minutes", 60.0)):
+        if longest_s >= 2 * size_s:
+            return unit, size_s
+    return "seconds", 1.0
 
 
 def swept_keys(comparison: Comparison) -> list[str]:
@@ -143,30 +146,27 @@ def swept_figure(comparison: Comparison, key: str, styles: Sequence[LineStyle]) 
     A stopped one has the loss of its last rung. The axis of the values is logarithmic for the
     learning rate, and for any other key whose values span a decade.
     """
-    finished, stopped = [], []
+    finished = []
+    stopped = []
     for place, value in enumerate(comparison.swept[key]):
+        if value is None:
+            continue
         numbers = comparison.measured[place]
-        if value is not None and numbers.loss is not None:
-            finished.append(
-                Point(
-                    value, numbers.loss, comparison.names[place], "finished", styles[place].colour
-                )
-            )
-        elif value is not None and numbers.rung_loss is not None:
+        name = comparison.names[place]
+        colour = styles[place].colour
+        if numbers.loss is not None:
+            finished.append(Point(value, numbers.loss, name, "finished", colour))
+        elif numbers.rung_loss is not None:
             told = f"stopped after step {numbers.stopped_at}"
-            stopped.append(
-                Point(value, numbers.rung_loss, comparison.names[place], told, styles[place].colour)
-            )
-    values = {point.value for point in (*finished, *stopped)}
+            stopped.append(Point(value, numbers.rung_loss, name, told, colour))
+    values = {point.value for point in finished + stopped}
     if len(values) < MIN_SWEPT:
         return None
     spans_decades = min(values) > 0 and (key == RATE or max(values) >= DECADE * min(values))
     x_scale = "log" if spans_decades else "linear"
     is_only = len(comparison.swept) == 1  # else another key changes along the line
-    linear, log = (
-        _swept_plot(key, finished, stopped, is_only, (x_scale, y_scale))
-        for y_scale in ("linear", "log")
-    )
+    linear = _swept_plot(key, finished, stopped, is_only, (x_scale, "linear"))
+    log = _swept_plot(key, finished, stopped, is_only, (x_scale, "log"))
     return Chart(linear, log_plot=log)
 
 
@@ -207,9 +207,9 @@ def _swept_plot(
         ("", "@told"),
     )
     for points, marker, alpha in ((finished, "circle", 1.0), (stopped, "triangle", 0.0)):
-        columns = {
-            field.name: [getattr(point, field.name) for point in points] for field in fields(Point)
-        }
+        columns = {}
+        for field in fields(Point):
+            columns[field.name] = [getattr(point, field.name) for point in points]
         look = {"color": "colour", "fill_alpha": alpha, "line_width": 2, "size": 11}
         drawn = plot.scatter(
             "value", "loss", marker=marker, source=ColumnDataSource(columns), **look
@@ -225,22 +225,30 @@ def course_of(comparison: Comparison, place: int, style: LineStyle) -> Course | 
         return None
     curves = curves_of(rows, min(MAX_POINTS, ALL_POINTS // len(comparison.found)))
     at = np.searchsorted([row.step for row in rows], curves.step)
+    tokens = np.cumsum([row.supervised_tokens or 0 for row in rows], dtype=np.float64)
+    held_out = {}
+    for row in rows:
+        if row.validation_loss is not None:
+            held_out[row.step] = row.validation_loss
     return Course(
         name=comparison.names[place],
         style=style,
         curves=curves,
-        tokens=np.cumsum([row.supervised_tokens or 0 for row in rows], dtype=np.float64)[at],
+        tokens=tokens[at],
         seconds=seconds_of(rows)[at],
-        held_out={row.step: row.validation_loss for row in rows if row.validation_loss is not None},
+        held_out=held_out,
     )
 
 
 def seconds_of(rows: Sequence[Step]) -> Values:
     """Return the seconds of training up to each step, over all attempts; NaN if unknown."""
-    before_s, last_s, attempt, found = 0.0, 0.0, None, []
+    before_s = 0.0
+    last_s = 0.0
+    attempt = None
+    found = []
     for row in rows:
         if row.attempt != attempt:
-            before_s = before_s + last_s
+            before_s += last_s
             attempt = row.attempt
         last_s = np.nan if row.elapsed_s is None else row.elapsed_s
         found.append(before_s + last_s)
@@ -250,32 +258,31 @@ def seconds_of(rows: Sequence[Step]) -> Values:
 def versus_figure(comparison: Comparison, styles: Sequence[LineStyle]) -> Chart | None:
     """Draw how far the loss of each experiment is above that of the best (0), with its interval."""
     ranking = comparison.ranking
-    places = [
-        place
-        for place in comparison.order
-        if place in ranking.versus and ranking.versus[place].low is not None
-    ]
-    if not places or ranking.best is None:
+    ranked = [place for place in comparison.order if place in ranking.versus]
+    others = [place for place in ranked if ranking.versus[place].low is not None]
+    if not others or ranking.best is None:
         return None
-    places = [ranking.best, *places]
+    places = [ranking.best, *others]
     names = short_names([comparison.names[place] for place in places])
     versus = [ranking.versus[place] for place in places]
-    low, middle, high = (
-        [getattr(one, end) or 0.0 for one in versus] for end in ("low", "difference", "high")
-    )
+    low = [one.low or 0.0 for one in versus]
+    middle = [one.difference or 0.0 for one in versus]
+    high = [one.high or 0.0 for one in versus]
     plot = empty_bars(names, "above the best (nats per supervised token)", 1.0)
     reach = max(high) - min(low)
     if not reach:  # all the same
         return None
-    plot.x_range.start, plot.x_range.end = min(0.0, *low) - 0.06 * reach, max(high) + 0.06 * reach
+    plot.x_range.start = min(0.0, min(low)) - 0.06 * reach
+    plot.x_range.end = max(high) + 0.06 * reach
     columns = {
         "name": names,
         "low": low,
         "middle": middle,
         "high": high,
         "is": [one.meaning for one in versus],
+        "colour": [styles[place].colour for place in places],
     }
-    source = ColumnDataSource({**columns, "colour": [styles[place].colour for place in places]})
+    source = ColumnDataSource(columns)
     plot.add_layout(
         Span(location=0, dimension="height", line_color=TEXT, line_dash="dashed", line_width=1)
     )
@@ -296,13 +303,13 @@ def loss_figure(
     courses: Sequence[Course], x_label: str, x_of: Callable[[Course], Any], digits: str, height: int
 ) -> Chart | None:
     """Draw smoothed training losses against `x_of`; `digits` is its values' numeral.js format."""
-    with_loss = (course for course in courses if np.isfinite(course.curves.loss_smooth).any())
+    with_loss = [course for course in courses if np.isfinite(course.curves.loss_smooth).any()]
     known = [course for course in with_loss if np.nanmax(x_of(course), initial=0.0) > 0]
     if not known:
         return None
 
-    linear, log = (
-        _lines(
+    def drawn(scale: str) -> Any:
+        plot = _lines(
             known,
             (x_label, digits),
             ("training loss", "0.0000"),
@@ -311,10 +318,10 @@ def loss_figure(
             height,
             y_axis_type=scale,
         )
-        for scale in ("linear", "log")
-    )
-    linear.yaxis.axis_label = log.yaxis.axis_label = "loss (nats/token)"
-    return Chart(linear, log_plot=log)
+        plot.yaxis.axis_label = "loss (nats/token)"
+        return plot
+
+    return Chart(drawn("linear"), log_plot=drawn("log"))
 
 
 def held_out_figure(courses: Sequence[Course]) -> Chart | None:
@@ -482,24 +489,18 @@ def cards(comparison: Comparison) -> list[Card]:
         found.append(Card("Least memory of a rank", digits, unit, leanest[1]))
     # count a shared training once
     trainings = [known.subject.parts.get("train") for known in comparison.found]
-    of_training = {
-        training: one.device_hours for training, one in zip(trainings, numbers, strict=True)
-    }
+    hours_of = [one.device_hours for one in numbers]
+    of_training = dict(zip(trainings, hours_of, strict=True))
     hours = [spent for spent in of_training.values() if spent is not None]
     kinds = {one.device for one in numbers}
     if hours and len(kinds) == 1:
         least = units.small(min(hours))
         most = units.small(max(hours))
         beside = f"{least} each" if least == most else f"{least} to {most} each"
-        beside += f", of {len(hours)} of them" if len(hours) < len(of_training) else ""
-        found.append(
-            Card(
-                "Training of all",
-                units.small(sum(hours)),
-                f"{kinds.pop().removeprefix('CPU ')}-hours",
-                beside,
-            )
-        )
+        if len(hours) < len(of_training):
+            beside += f", of {len(hours)} of them"
+        unit = f"{kinds.pop().removeprefix('CPU ')}-hours"
+        found.append(Card("Training of all", units.small(sum(hours)), unit, beside))
     return found
 
 
@@ -513,11 +514,10 @@ def _loss_cards(comparison: Comparison) -> list[Card]:
     title = lowest(comparison)
     loss = units.real(ranking.loss, "", 4)
     found = [Card(title[0].upper() + title[1:], loss, "nats/token", f"{whose}{of_part}")]
-    others = [
-        one
-        for place, one in comparison.ranking.versus.items()
-        if place != best and one.low is not None
-    ]
+    others = []
+    for place, one in ranking.versus.items():
+        if place != best and one.low is not None:
+            others.append(one)
     if others:
         nearest = min(others, key=lambda one: one.difference or 0.0)
         ends = f"{units.real(nearest.low, '', 4)} to {units.real(nearest.high, '', 4)}"

@@ -20,6 +20,7 @@ PAIRED, UNPAIRED, UNKNOWN, BEST = "paired", "unpaired", "unknown", "best"
 OTHER_TOKENS = "their tokenizers differ, so a loss per token means something else"
 OTHER_DATA = "they share too few held-out documents, and their data differs"
 DocumentKey = tuple[str, int]  # its hash, and the number of equal documents before it
+_Scores = Mapping[DocumentKey, DocumentScore]
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,13 @@ class Versus:
         """The result in a few words."""
         if self.kind == BEST:
             return BEST
-        known = {
-            "worse": self.is_worse,
-            "within noise": self.is_noise,
-            "better where shared": self.is_better,
-        }
-        return next((word for word, holds in known.items() if holds), "unknown")
+        if self.is_worse:
+            return "worse"
+        if self.is_noise:
+            return "within noise"
+        if self.is_better:
+            return "better where shared"
+        return "unknown"
 
 
 @dataclass(frozen=True)
@@ -90,20 +92,15 @@ def rank(found: Sequence[Known], names: Sequence[str]) -> Ranking:
     losses = {place: one.loss for place, one in enumerate(found) if one.loss is not None}
     if not losses:
         return Ranking(None, {}, 0, 0)
-    tables = {place: table for place in losses if (table := _table(found[place].document_scores))}
-    alike = _alike({place: found[place].tokenizer_hash for place in losses})
-    why = dict.fromkeys(losses.keys() - set(alike), OTHER_TOKENS)
-    scored = [place for place in alike if place in tables]
-    common = _shared([tables[place] for place in scored]) if len(scored) > 1 else []
-    if len(common) < MIN_DOCUMENTS:
-        common = []
-        of_data = _alike({place: found[place].data for place in alike})
-        why |= dict.fromkeys(set(alike) - set(of_data), OTHER_DATA)
-        alike = of_data
-        scored = [place for place in alike if place in tables]
+    tables = {}
+    for place in losses:
+        if table := _table(found[place].document_scores):
+            tables[place] = table
+    alike, why, common = _comparable(found, losses, tables)
     if len(alike) < min(2, len(losses)):
         reason = OTHER_TOKENS if OTHER_TOKENS in why.values() else OTHER_DATA
         return Ranking(None, {place: Versus(UNKNOWN, why=reason) for place in losses}, 1, 0)
+    scored = [place for place in alike if place in tables]
     is_part = bool(common) and any(len(tables[place]) > len(common) for place in scored)
     means = {place: losses[place] for place in alike}
     if is_part:  # losses on different documents are not comparable
@@ -114,23 +111,45 @@ def rank(found: Sequence[Known], names: Sequence[str]) -> Ranking:
     for place in losses:
         if place == best:
             continue
+        difference = losses[place] - losses[best]
         if place in why:
             versus[place] = Versus(UNKNOWN, why=why[place])
-        elif place not in tables or best not in tables:
-            without = names[place if place not in tables else best]
-            reason = (
-                f"the evaluation of {without} has no losses by document (scores.jsonl); run "
-                "evaluate again"
-            )
-            versus[place] = Versus(UNKNOWN, difference=losses[place] - losses[best], why=reason)
+        elif place not in tables:
+            versus[place] = _without_scores(names[place], difference)
+        elif best not in tables:
+            versus[place] = _without_scores(names[best], difference)
         else:
             versus[place] = compare(tables[place], tables[best], pairs, common)
     return Ranking(best, versus, pairs, len(common), tuple(sorted(means)), means[best], is_part)
 
 
+def _comparable(
+    found: Sequence[Known], places: Collection[int], tables: Mapping[int, _Scores]
+) -> tuple[list[int], dict[int, str], list[DocumentKey]]:
+    """Return which of `places` can be compared, why the others cannot, and the shared documents.
+
+    All that have a table of scores were scored on these; there are none if they are too few.
+    """
+    alike = _alike({place: found[place].tokenizer_hash for place in places})
+    why = dict.fromkeys(set(places) - set(alike), OTHER_TOKENS)
+    scored = [place for place in alike if place in tables]
+    if len(scored) > 1:
+        common = _shared([tables[place] for place in scored])
+        if len(common) >= MIN_DOCUMENTS:
+            return alike, why, common
+    of_data = _alike({place: found[place].data for place in alike})
+    why |= dict.fromkeys(set(alike) - set(of_data), OTHER_DATA)
+    return of_data, why, []
+
+
+def _without_scores(name: str, difference: float) -> Versus:
+    why = f"the evaluation of {name} has no losses by document (scores.jsonl); run evaluate again"
+    return Versus(UNKNOWN, difference=difference, why=why)
+
+
 def compare(
-    one: Mapping[DocumentKey, DocumentScore],
-    best: Mapping[DocumentKey, DocumentScore],
+    one: _Scores,
+    best: _Scores,
     pairs: int = 1,
     common: Sequence[DocumentKey] = (),
 ) -> Versus:
@@ -147,7 +166,8 @@ def compare(
         difference = _losses(best, list(best)).estimate.gain_over(_losses(one, list(one)).estimate)
     if not difference.has_enough:
         return Versus(UNKNOWN, len(shared), why=TOO_FEW)
-    return Versus(kind, len(shared), difference.value, *difference.interval(pairs))
+    low, high = difference.interval(pairs)
+    return Versus(kind, len(shared), difference.value, low, high)
 
 
 def _alike(hashes: Mapping[int, str | None]) -> list[int]:
@@ -170,17 +190,14 @@ def _table(scores: Sequence[DocumentScore]) -> dict[DocumentKey, DocumentScore]:
     return found
 
 
-def _shared(tables: Sequence[Mapping[DocumentKey, DocumentScore]]) -> list[DocumentKey]:
+def _shared(tables: Sequence[_Scores]) -> list[DocumentKey]:
     """Return the documents with equal token counts in all `tables`, in the first table's order."""
-    first, *others = tables
-    return [
-        key
-        for key in first
-        if all(key in other and other[key].tokens == first[key].tokens for other in others)
-    ]
+    shared = []
+    for key, score in tables[0].items():
+        if all(key in table and table[key].tokens == score.tokens for table in tables):
+            shared.append(key)
+    return shared
 
 
-def _losses(
-    table: Mapping[DocumentKey, DocumentScore], documents: Sequence[DocumentKey]
-) -> DocumentLosses:
+def _losses(table: _Scores, documents: Sequence[DocumentKey]) -> DocumentLosses:
     return DocumentLosses.of([table[document] for document in documents], "tuned")

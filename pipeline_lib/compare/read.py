@@ -130,15 +130,14 @@ def select(texts: Sequence[str], store: Store, say: Say = lambda _: None) -> lis
     if not 2 <= len(found) <= MAX_COMPARED:
         problem = f"at most {MAX_COMPARED} can be compared"
         if len(found) < 2:
-            alike = (
-                "; two runs of one config need different values of train.replica, or two stores"
-                if len(texts) > 1
-                else ""
-            )
-            problem = f"name at least two different ones{alike}"
-        number = (
-            "1 experiment was named" if len(found) == 1 else f"{len(found)} experiments were named"
-        )
+            problem = "name at least two different ones"
+            if len(texts) > 1:
+                problem += (
+                    "; two runs of one config need different values of train.replica, or two stores"
+                )
+        number = f"{len(found)} experiments were named"
+        if len(found) == 1:
+            number = "1 experiment was named"
         raise ConfigError("compare", [f"{number}; {problem}"])
     return list(found.values())
 
@@ -198,9 +197,13 @@ class Known(Results):
             return "not evaluated"
         if self.stop is not None:
             return f"stopped by its sweep after step {self.stop.step:,}: {self.stop.why}"
+        if not self.steps:
+            return "not begun"
+        state = f"not finished: step {self.last_step:,}"
         planned = self.plan.batch.steps if self.plan else None
-        of = f" of {planned:,}" if planned else ""
-        return f"not finished: step {self.last_step:,}{of}" if self.steps else "not begun"
+        if planned:
+            state += f" of {planned:,}"
+        return state
 
     @property
     def loss(self) -> float | None:
@@ -218,20 +221,18 @@ class Known(Results):
         return next(iter(self._hashes("model", "tokenizer.json").values()), None)
 
     def _hashes(self, part: str, suffix: str) -> dict[str, str]:
-        files = self.manifests[part].files if part in self.manifests else {}
-        return {
-            name: entry.sha256 for name, entry in sorted(files.items()) if name.endswith(suffix)
-        }
+        if part not in self.manifests:
+            return {}
+        files = self.manifests[part].files
+        names = [name for name in sorted(files) if name.endswith(suffix)]
+        return {name: files[name].sha256 for name in names}
 
     @property
     def data(self) -> str | None:
         """A key of the data that the documents were drawn from: the digests of its downloads."""
-        digests = [
-            digest
-            for part, digest in sorted(self.subject.parts.items())
-            if part.startswith("data.")
-        ]
-        return " ".join(digests) or None
+        parts = self.subject.parts
+        downloads = [part for part in sorted(parts) if part.startswith("data.")]
+        return " ".join(parts[part] for part in downloads) or None
 
 
 def read_known(subject: Subject) -> Known:
@@ -307,7 +308,9 @@ class _ExperimentReader:
                 "snakemake again"
             )
         except _UNREADABLE as error:
-            text = str(error) if str(path) in str(error) else f"{path}: cannot be read ({error})"
+            text = str(error)
+            if str(path) not in text:
+                text = f"{path}: cannot be read ({text})"
             self.note(f"{text}; not shown")
         return None
 
@@ -357,16 +360,15 @@ class _ExperimentReader:
             try:
                 step = parse(Step, json.loads(line), path)
             except (ValueError, RecursionError, IntegrityError):
-                broken += [number] if line.strip() else []
+                if line.strip():
+                    broken.append(number)
                 continue
             while steps and steps[-1].step >= step.step:
                 steps.pop()
             steps.append(step)
         if broken:
-            which = (
-                f"line {broken[0]} is"
-                if len(broken) == 1
-                else f"{len(broken)} lines, the first {broken[0]}, are"
-            )
+            which = f"{len(broken)} lines, the first {broken[0]}, are"
+            if len(broken) == 1:
+                which = f"line {broken[0]} is"
             self.note(f"{path}: {which} damaged and left out")
         return steps

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from pipeline_lib.compare.read import Known
 from pipeline_lib.core import units
+from pipeline_lib.records.training import Step
 
 # The computed values of a step; its duration is not compared.
 _COMPUTED = (
@@ -46,36 +47,47 @@ def sameness(found: Sequence[Known], first: int, second: int) -> Sameness:
     """Compare the experiments `first` and `second` of `found` bit by bit."""
     one = found[first]
     other = found[second]
-    models = (
-        one.model_hashes == other.model_hashes if one.model_hashes and other.model_hashes else None
+    models = None
+    if one.model_hashes and other.model_hashes:
+        models = one.model_hashes == other.model_hashes
+    is_one_store = one.subject.store.root.resolve() == other.subject.store.root.resolve()
+    training = one.subject.parts.get("train")
+    is_one_training = training is not None and training == other.subject.parts.get("train")
+    return Sameness(
+        first,
+        second,
+        is_one_run=is_one_store and is_one_training,
+        steps=(len(one.steps), len(other.steps)),
+        parts_at=_first_difference(one.steps, other.steps),
+        models=models,
     )
-    is_one_run = (
-        one.subject.store.root.resolve() == other.subject.store.root.resolve()
-        and one.subject.parts.get("train") == other.subject.parts.get("train") is not None
-    )
-    pairs = zip(one.steps, other.steps, strict=False)
-    differing = (
-        pair
-        for pair in pairs
-        if any(getattr(pair[0], key) != getattr(pair[1], key) for key in _COMPUTED)
-    )
-    parts_at = next((min(left.step, right.step) for left, right in differing), None)
-    return Sameness(first, second, is_one_run, (len(one.steps), len(other.steps)), parts_at, models)
+
+
+def _first_difference(one: Sequence[Step], other: Sequence[Step]) -> int | None:
+    """Return the first step that was not computed alike; None if there is none in both."""
+    for left, right in zip(one, other, strict=False):
+        if any(getattr(left, key) != getattr(right, key) for key in _COMPUTED):
+            return min(left.step, right.step)
+    return None
 
 
 def describe_sameness(same: Sameness, names: Sequence[str]) -> str:
     """Return a sentence that describes `same`."""
     one = names[same.first]
     other = names[same.second]
-    pair, (left, right) = f"{one} and {other}", same.steps
+    pair = f"{one} and {other}"
+    left, right = same.steps
     if same.is_one_run:
         return f"{pair} use the same training, so its results are the same."
-    if not left or not right:
-        return f"{one if not left else other} has no steps yet: there is no curve to compare."
+    if not left:
+        return f"{one} has no steps yet: there is no curve to compare."
+    if not right:
+        return f"{other} has no steps yet: there is no curve to compare."
     if same.parts_at is not None:
-        return f"{pair} first differ at step {same.parts_at:,}." + (
-            " Their model files are identical nevertheless." if same.models else ""
-        )
+        difference = f"{pair} first differ at step {same.parts_at:,}."
+        if same.models:
+            difference += " Their model files are identical nevertheless."
+        return difference
     if left != right:
         shorter, longer = (one, other) if left < right else (other, one)
         until = f"up to step {min(left, right):,}, where {shorter} ends; {longer} continues"

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from pipeline_lib.compare.comparison import Comparison, ExperimentNumbers
 from pipeline_lib.compare.differences import DifferingRow
-from pipeline_lib.compare.ranking import BEST, PAIRED, UNKNOWN, Versus
+from pipeline_lib.compare.ranking import BEST, PAIRED, UNKNOWN, Ranking, Versus
 from pipeline_lib.compare.verdict import interval, listed
 from pipeline_lib.core import units
 from pipeline_lib.status.at_rest import shown
@@ -32,7 +32,8 @@ def render(comparison: Comparison, verdict: str, width: int) -> Group:
     parts: list[RenderableType] = [Text(comparison.title), Text(verdict, "bold"), Text("")]
     parts += [_losses(comparison), Text(""), _costs(comparison)]
     if notes := footnotes(comparison):
-        parts += [Text(""), *map(Text, notes)]
+        parts.append(Text(""))
+        parts += map(Text, notes)
     alike = []
     for name, title in SECTIONS:
         rows: list[DifferingRow] = getattr(comparison.differences, name)
@@ -42,15 +43,13 @@ def render(comparison: Comparison, verdict: str, width: int) -> Group:
             alike.append(title)
     if alike:
         parts += [Text(""), Text(f"No known difference in: {'; '.join(alike)}.")]
-    same = [] if comparison.is_identical and len(comparison.names) == 2 else comparison.same_texts
-    if same:
-        parts += [Text(""), *map(Text, same)]
+    is_verdict = comparison.is_identical and len(comparison.names) == 2
+    if comparison.same_texts and not is_verdict:
+        parts.append(Text(""))
+        parts += map(Text, comparison.same_texts)
     if comparison.notes:
-        parts += [
-            Text(""),
-            Text("Damaged or unreadable, and not used", "bold red"),
-            *map(Text, comparison.notes),
-        ]
+        parts += [Text(""), Text("Damaged or unreadable, and not used", "bold red")]
+        parts += map(Text, comparison.notes)
     return Group(*parts)
 
 
@@ -58,38 +57,37 @@ def footnotes(comparison: Comparison) -> list[str]:
     """Return notes on what intervals mean, and on their basis if documents are not the same."""
     ranking = comparison.ranking
     names = comparison.names
-    with_interval = [place for place, one in ranking.versus.items() if one.low is not None]
     found = []
-    if with_interval:
-        together = (
-            f" They hold together for all {ranking.pairs} pairs (Bonferroni)."
-            if ranking.pairs > 1
-            else ""
-        )
-        documents = (
-            f", by document on the {ranking.shared:,} that all were scored on"
-            if ranking.shared
-            else ""
-        )
-        found.append(
-            f"Intervals are of 95%{documents}. They cover the choice of held-out documents, not "
-            f"the choice of the seed.{together}"
-        )
+    if any(one.low is not None for one in ranking.versus.values()):
+        found.append(_of_intervals(ranking))
     names_by_note: dict[str, list[str]] = {}
     for place, one in ranking.versus.items():
         if one.kind == UNKNOWN:
             note = f"whether the difference is noise is unknown: {one.why}"
         elif one.low is not None and not ranking.shared:
-            shared = (
-                f"{one.documents:,} held-out documents" if one.documents else "no held-out document"
-            )
-            how = "compared by document" if one.kind == PAIRED else "compared by the means alone"
-            note = f"{how}; the best shares {shared}"
+            note = _of_documents(one)
         else:
             continue
         names_by_note.setdefault(note, []).append(names[place])
     found += [f"{listed(those)}: {text}." for text, those in names_by_note.items()]
     return found
+
+
+def _of_intervals(ranking: Ranking) -> str:
+    note = "Intervals are of 95%"
+    if ranking.shared:
+        note += f", by document on the {ranking.shared:,} that all were scored on"
+    note += ". They cover the choice of held-out documents, not the choice of the seed."
+    if ranking.pairs > 1:
+        note += f" They hold together for all {ranking.pairs} pairs (Bonferroni)."
+    return note
+
+
+def _of_documents(one: Versus) -> str:
+    how = "compared by document" if one.kind == PAIRED else "compared by the means alone"
+    if not one.documents:
+        return f"{how}; the best shares no held-out document"
+    return f"{how}; the best shares {one.documents:,} held-out documents"
 
 
 def loss_cells(numbers: ExperimentNumbers, versus: Versus | None) -> tuple[str, str, str]:
@@ -99,7 +97,8 @@ def loss_cells(numbers: ExperimentNumbers, versus: Versus | None) -> tuple[str, 
         loss += f" \u00b1 {numbers.standard_error:.4f}"
     if versus is None:
         return loss, UNKNOWN_CELL, UNKNOWN_CELL
-    return loss, UNKNOWN_CELL if versus.difference is None else interval(versus), versus.meaning
+    excess = UNKNOWN_CELL if versus.difference is None else interval(versus)
+    return loss, excess, versus.meaning
 
 
 def cost_cells(numbers: ExperimentNumbers) -> dict[str, str]:
@@ -126,26 +125,34 @@ def _losses(comparison: Comparison) -> Table:
     for place in comparison.order:
         numbers = comparison.measured[place]
         versus = comparison.ranking.versus.get(place)
-        cells = (*loss_cells(numbers, versus), numbers.state)
-        style = "dim" if versus is None else ""
-        if cells[2] == BEST:
+        loss, excess, meaning = loss_cells(numbers, versus)
+        style = ""
+        if versus is None:
+            style = "dim"
+        elif meaning == BEST:
             style = "green"
-        table.add_row(Text(comparison.names[place]), *(Text(cell, style) for cell in cells))
+        table.add_row(
+            Text(comparison.names[place]),
+            Text(loss, style),
+            Text(excess, style),
+            Text(meaning, style),
+            Text(numbers.state, style),
+        )
     return table
 
 
 def _costs(comparison: Comparison) -> Table:
     """Return a table of the costs, without columns that are empty or 0 in every row."""
     rows = [cost_cells(comparison.measured[place]) for place in comparison.order]
-    cells = {
-        name: [row.get(name, UNKNOWN_CELL) for row in rows] for name in dict.fromkeys(chain(*rows))
-    }
-    cells = {name: column for name, column in cells.items() if set(column) - {UNKNOWN_CELL, "0"}}
-    table = plain_table("experiment", cells)
+    columns = {}
+    for name in dict.fromkeys(chain(*rows)):
+        cells = [row.get(name, UNKNOWN_CELL) for row in rows]
+        if set(cells) - {UNKNOWN_CELL, "0"}:
+            columns[name] = cells
+    table = plain_table("experiment", columns)
     for index, place in enumerate(comparison.order):
-        table.add_row(
-            Text(comparison.names[place]), *(Text(column[index]) for column in cells.values())
-        )
+        line = [Text(cells[index]) for cells in columns.values()]
+        table.add_row(Text(comparison.names[place]), *line)
     return table
 
 
@@ -157,24 +164,26 @@ def _differences(
     Such a line names the experiments with that value.
     """
     names = [comparison.names[place] for place in comparison.order]
-    lines = [
-        (shown(row.name), *(shown(row.values[place]) for place in comparison.order)) for row in rows
-    ]
-    upright = [("", *names), *lines]
-    across = list(zip(*upright, strict=True))
-    for cells in (upright, across) if len(names) <= len(rows) + 2 else (across, upright):
-        if sum(max(map(len, column)) + GAP for column in zip(*cells, strict=True)) <= width + GAP:
+    upright = [["", *names]]
+    for row in rows:
+        values = [shown(row.values[place]) for place in comparison.order]
+        upright.append([shown(row.name), *values])
+    across = [list(column) for column in zip(*upright, strict=True)]
+    by_preference = [upright, across]
+    if len(names) > len(rows) + 2:
+        by_preference.reverse()
+    for cells in by_preference:
+        widths = [max(map(len, column)) + GAP for column in zip(*cells, strict=True)]
+        if sum(widths) <= width + GAP:
             table = plain_table(cells[0][0], cells[0][1:], left=("against it", "state"))
             for line in cells[1:]:
                 table.add_row(*map(Text, line))
             return table
     texts = []
-    for key, *values in lines:
-        by_value: dict[str, list[str]] = {}
+    for key, *values in upright[1:]:
+        names_by_value: dict[str, list[str]] = {}
         for value, name in zip(values, names, strict=True):
-            by_value.setdefault(value, []).append(name)
-        texts += [
-            f"{key}:",
-            *(f"  {value}: {', '.join(those)}" for value, those in by_value.items()),
-        ]
+            names_by_value.setdefault(value, []).append(name)
+        texts.append(f"{key}:")
+        texts += [f"  {value}: {', '.join(those)}" for value, those in names_by_value.items()]
     return Group(*map(Text, texts))

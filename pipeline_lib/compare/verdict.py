@@ -21,33 +21,37 @@ def verdict(comparison: Comparison) -> str:
             f"All {len(names)} are identical: the same curves to the last bit, and the same "
             "model files."
         )
-    known = list(zip(names, comparison.found, strict=True))
-    states = {name: one.state for name, one in known if one.loss is None and one.stop is None}
-    reasons = [
-        f"{name} ({'damaged' if state == 'done' else state})" for name, state in states.items()
-    ]
-    stopped = [name for name, one in known if one.loss is None and one.stop is not None]
+    reasons = []
+    stopped = []
+    for name, one in zip(names, comparison.found, strict=True):
+        if one.loss is not None:
+            continue
+        if one.stop is not None:
+            stopped.append(name)
+        else:
+            state = "damaged" if one.state == "done" else one.state
+            reasons.append(f"{name} ({state})")
     versus = {place: one for place, one in comparison.ranking.versus.items() if place != best}
+    loss = units.real(comparison.ranking.loss, UNIT, 4)
     if best is None:
         text = _of_none(comparison) if versus else "There are no results to compare yet."
     elif not versus and stopped:
-        loss = units.real(comparison.ranking.loss, UNIT, 4)
         text = (
             f"{names[best]} won its sweep, which stopped {listed(stopped)}: its held-out loss "
             f"is {loss}."
         )
     elif not versus:
-        text = (
-            f"Only {names[best]} has a held-out loss, "
-            f"{units.real(comparison.ranking.loss, UNIT, 4)}."
-        )
+        text = f"Only {names[best]} has a held-out loss, {loss}."
     elif len(versus) == 1:
-        text = _of_two(comparison, *next(iter(versus.items())))
+        [(place, other)] = versus.items()
+        text = _of_two(comparison, place, other)
     else:
         text = _of_many(comparison, versus)
     if versus and stopped:
         text += f" The sweep stopped {listed(stopped)} before."
-    return f"{text} No held-out loss: {listed(reasons)}." if reasons else text
+    if reasons:
+        text += f" No held-out loss: {listed(reasons)}."
+    return text
 
 
 def interval(versus: Versus) -> str:
@@ -60,11 +64,9 @@ def basis(versus: Versus) -> str:
     """Return the documents that the interval is based on, as the end of a sentence."""
     if versus.kind == PAIRED:
         return f", on the same {versus.documents:,} held-out documents"
-    shared = (
-        f"only {versus.documents:,} held-out documents are"
-        if versus.documents
-        else "no held-out document is"
-    )
+    shared = "no held-out document is"
+    if versus.documents:
+        shared = f"only {versus.documents:,} held-out documents are"
     return f"; {shared} shared, so the difference of the documents counts as noise"
 
 
@@ -97,11 +99,10 @@ def listed(names: Sequence[str]) -> str:
 
 
 def _of_none(comparison: Comparison) -> str:
-    places = list(comparison.ranking.versus)
-    losses = [
-        f"{comparison.names[place]} {units.real(comparison.found[place].loss, '', 4)}"
-        for place in places
-    ]
+    losses = []
+    for place in comparison.ranking.versus:
+        loss = units.real(comparison.found[place].loss, "", 4)
+        losses.append(f"{comparison.names[place]} {loss}")
     why = next(one.why for one in comparison.ranking.versus.values())
     return f"No two of them can be compared: {why}. Held-out losses, in {UNIT}: {listed(losses)}."
 
@@ -111,8 +112,9 @@ def _of_two(comparison: Comparison, place: int, versus: Versus) -> str:
     best = comparison.names[first]
     other = comparison.names[place]
     if versus.kind == UNKNOWN:
-        losses = [units.real(comparison.measured[each].loss, UNIT, 4) for each in (first, place)]
-        text = f"{best} has a held-out loss of {losses[0]}, {other} of {losses[1]}"
+        of_best = units.real(comparison.measured[first].loss, UNIT, 4)
+        of_other = units.real(comparison.measured[place].loss, UNIT, 4)
+        text = f"{best} has a held-out loss of {of_best}, {other} of {of_other}"
         return f"{text}; whether the difference is noise is unknown: {versus.why}."
     if not versus.difference:
         return f"No difference: {best} and {other} have the same held-out loss{basis(versus)}."
@@ -138,11 +140,11 @@ def _of_many(comparison: Comparison, versus: dict[int, Versus]) -> str:
     loss = units.real(ranking.loss, UNIT, 4)
     worse = [names[place] for place, one in versus.items() if one.is_worse]
     noise = [names[place] for place, one in versus.items() if one.is_noise]
+    better = [names[place] for place, one in versus.items() if one.is_better]
     unknown = [names[place] for place, one in versus.items() if one.kind == UNKNOWN]
     if worse and len(worse) == len(ranking.ranked) - 1:
-        nearest = min(
-            (one for one in versus.values() if one.is_worse), key=lambda one: one.difference or 0.0
-        )
+        behind = [one for one in versus.values() if one.is_worse]
+        nearest = min(behind, key=lambda one: one.difference or 0.0)
         text = (
             f"{best} is the best of {among(comparison)} by more than chance, at {loss}: the next "
             f"is {units.real(nearest.difference, UNIT, 4)} above it, 95% interval "
@@ -151,12 +153,11 @@ def _of_many(comparison: Comparison, versus: dict[int, Versus]) -> str:
     else:
         text = f"{best} has the {lowest(comparison)} of {among(comparison)}, {loss}"
         text += f", but its lead over {listed(noise)} is within noise." if noise else "."
-        text += f" It is better than {listed(worse)} by more than chance." if worse else ""
-    if better := [names[place] for place, one in versus.items() if one.is_better]:
-        text += (
-            f" On the documents that they share, {listed(better)} "
-            f"{'is' if len(better) == 1 else 'are'} better."
-        )
+        if worse:
+            text += f" It is better than {listed(worse)} by more than chance."
+    if better:
+        verb = "is" if len(better) == 1 else "are"
+        text += f" On the documents that they share, {listed(better)} {verb} better."
     if unknown:
         why = next(one.why for one in versus.values() if one.why)
         text += f" Whether it is better than {listed(unknown)} is unknown: {why}."

@@ -27,10 +27,9 @@ class Mode:
     @property
     def variables(self) -> dict[str, Any]:
         """All variables that a prompt of this mode is rendered with."""
-        return {
-            **({} if self.enable_thinking is None else {_SWITCH: self.enable_thinking}),
-            **self.kwargs,
-        }
+        if self.enable_thinking is None:
+            return dict(self.kwargs)
+        return {_SWITCH: self.enable_thinking, **self.kwargs}
 
     @property
     def code(self) -> str:
@@ -71,12 +70,11 @@ def trained_modes(
     if thinking_default is None:
         answers = sum(prompts.values())
         return [Mode(None, answers, False, kwargs)] if kwargs and answers else []
-    names = {THINKING_OFF: False, THINKING_ON: True}
-    modes = [
-        Mode(switch, prompts[name], name == f"thinking_{thinking_default}" and not kwargs, kwargs)
-        for name, switch in names.items()
-        if prompts.get(name)
-    ]
+    modes = []
+    for name, switch in ((THINKING_OFF, False), (THINKING_ON, True)):
+        if prompts.get(name):
+            is_default = name == f"thinking_{thinking_default}" and not kwargs
+            modes.append(Mode(switch, prompts[name], is_default, kwargs))
     return sorted(modes, key=lambda mode: -mode.answers)
 
 
@@ -85,14 +83,17 @@ def warning_of(modes: Sequence[Mode]) -> str:
     if not modes or any(mode.is_default for mode in modes):
         return ""
     names = list(modes[0].variables)
-    given = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not given"
+    verb = "is" if len(names) == 1 else "are"
+    given = f"{' and '.join(names)} {verb} not given"
     return f"No answer was trained under the chat template's default, which holds where {given}."
 
 
 def how_to_call(modes: Sequence[Mode]) -> list[str]:
     """Return each mode's line with Python call and server request, then the warning if any."""
     lines = [f"{mode.trained}: call {mode.code}, or a server with {mode.request}" for mode in modes]
-    return [*lines, *filter(None, [warning_of(modes)])]
+    if warning := warning_of(modes):
+        lines.append(warning)
+    return lines
 
 
 def modes_in(tokenize: Manifest) -> list[Mode]:

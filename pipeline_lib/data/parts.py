@@ -54,8 +54,9 @@ class Marker:
             return {self.text(): self.values(item) for item in value.values()}
         if isinstance(value, list):
             return [self.values(item) for item in value]
-        is_plain = value is None or isinstance(value, bool)
-        return value if is_plain else self.text()
+        if value is None or isinstance(value, bool):
+            return value
+        return self.text()
 
     def schema(self, value: Any) -> Any:
         """Return a tool with a mark for each text at any depth; keys stay: templates read them."""
@@ -69,7 +70,8 @@ class Marker:
         """Return `message` without thinking, with marks in its text and calls."""
         bare = without_thinking(message)
         self.part = TemplatePart.MESSAGE
-        marked = {"role": bare["role"], "content": self.text() if bare["content"].strip() else ""}
+        content = self.text() if bare["content"].strip() else ""
+        marked = {"role": bare["role"], "content": content}
         if calls := bare.get("tool_calls"):
             self.part = TemplatePart.CALLS
             marked["tool_calls"] = [self._call(call) for call in calls]
@@ -91,19 +93,21 @@ def shape_of(value: Any) -> Any:
 
 
 def _shape_below(key: str, value: Any) -> Any:
-    return frozenset(map(shape_of, _values(value))) if key in _NAMED else shape_of(value)
+    if key in _NAMED:
+        return _shapes(value)
+    return shape_of(value)
 
 
-def _values(value: Any) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else [value]
+def _shapes(value: Any) -> frozenset[Any]:
+    """Return the shapes of the values in `value`, or of `value` itself if it is no mapping."""
+    values = value.values() if isinstance(value, dict) else [value]
+    return frozenset(map(shape_of, values))
 
 
 def kind_of(message: Message) -> tuple[Any, ...]:
     """Return what a template may distinguish in `message` beside its words."""
     calls = message.get("tool_calls") or ()
-    arguments = frozenset(
-        frozenset(map(shape_of, _values(call["function"]["arguments"]))) for call in calls
-    )
+    arguments = frozenset(_shapes(call["function"]["arguments"]) for call in calls)
     return message["role"], bool(message["content"].strip()), min(2, len(calls)), arguments
 
 
@@ -130,8 +134,10 @@ class RenderedParts:
             self._left_out[shape] = self._of_shape(messages, tools)
         if part := self._left_out[shape]:
             return part
-        texts = (without_thinking(message)["content"].strip() for message in messages[begin:])
-        return None if all(_is_in(text, full) for text in texts) else TemplatePart.MESSAGE
+        for message in messages[begin:]:
+            if not _is_in(without_thinking(message)["content"].strip(), full):
+                return TemplatePart.MESSAGE
+        return None
 
     def _of_shape(self, messages: Sequence[Message], tools: Tools) -> TemplatePart | None:
         marker = Marker()
@@ -142,7 +148,10 @@ class RenderedParts:
             text = self._render(marked, marked_tools)
         except DataError:  # the template looks into the texts, which are judged one by one
             return None
-        return next((part for mark, part in marker.marks.items() if mark not in text), None)
+        for mark, part in marker.marks.items():
+            if mark not in text:
+                return part
+        return None
 
 
 def _is_in(text: str, full: str) -> bool:
@@ -164,7 +173,9 @@ def unrendered_default(
     left_out = RenderedParts(render).left_out(question, tools, shape_of(tools), full, 0)
     if left_out == TemplatePart.TOOLS:
         return "tools"
-    return "system" if left_out == TemplatePart.MESSAGE and system else None
+    if left_out == TemplatePart.MESSAGE and system:
+        return "system"
+    return None
 
 
 _BARRED = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)  # how control tokens are written

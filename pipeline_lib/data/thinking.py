@@ -6,7 +6,6 @@ refuses rows with think tags anywhere else.
 
 import re
 from collections.abc import Sequence
-from itertools import accumulate
 
 from pipeline_lib.data.conversations import OPENS_THINKING, Message
 
@@ -30,12 +29,15 @@ def thinking_modes(messages: Sequence[Message]) -> list[bool]:
     A caller sets the thinking switch once for a question: it is on for all its tool-call steps if
     any of them thinks.
     """
-    questions = list(accumulate(message["role"] == "user" for message in messages))
-    thinking = {
-        question
-        for question, message in zip(questions, messages, strict=True)
-        if message["role"] == "assistant" and thinking_of(message)
-    }
+    question = 0
+    questions = []  # the number of each message's question
+    thinking = set()
+    for message in messages:
+        if message["role"] == "user":
+            question += 1
+        questions.append(question)
+        if message["role"] == "assistant" and thinking_of(message):
+            thinking.add(question)
     return [question in thinking for question in questions]
 
 
@@ -44,8 +46,9 @@ def without_thinking(message: Message) -> Message:
     if message["role"] != "assistant":
         return message
     kept = {key: value for key, value in message.items() if key != "reasoning_content"}
-    block = _BLOCK.match(message["content"])
-    return {**kept, "content": message["content"][block.end() :]} if block else kept
+    if block := _BLOCK.match(message["content"]):
+        kept["content"] = message["content"][block.end() :]
+    return kept
 
 
 _USER_TURN = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
@@ -64,14 +67,13 @@ def opens_thinking(prompt: str) -> bool:
 
 def with_thinking_apart(message: Message) -> Message:
     """Return `message` with the `<think>` block of an assistant's text as reasoning_content."""
-    block = _BLOCK.match(message["content"]) if message["role"] == "assistant" else None
+    if message["role"] != "assistant":
+        return message
+    block = _BLOCK.match(message["content"])
     if block is None:
         return message
-    return {
-        **message,
-        "reasoning_content": block[1].strip(),
-        "content": message["content"][block.end() :],
-    }
+    rest = message["content"][block.end() :]
+    return {**message, "reasoning_content": block[1].strip(), "content": rest}
 
 
 def end_of_thinking(message: Message, rendered: str, start: int) -> int | None:
@@ -85,4 +87,6 @@ def end_of_thinking(message: Message, rendered: str, start: int) -> int | None:
         block = _EMPTY_BLOCK.match(rendered, start)
         return block.end() if block else 0
     end = _END.search(rendered, start)
-    return end.end() if end and rendered[start : end.start()].rstrip().endswith(thought) else None
+    if end is None or not rendered[start : end.start()].rstrip().endswith(thought):
+        return None
+    return end.end()

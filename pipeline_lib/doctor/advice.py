@@ -17,20 +17,17 @@ OPEN_FILES = 4096
 
 def advice(facts: Facts) -> list[str]:
     """Return what is wrong, in the order of the report; [] if nothing is wrong."""
-    facts = defaultdict(
-        dict, {name: section for name, section in facts.items() if UNMEASURED not in section}
-    )
-    versions = [
-        f"{package} is {what}; run `make` in the project, which installs what constraints.txt names"
-        for package, what in facts["out of range"].items()
-    ]
-    return [
-        *versions,
-        *_torch_advice(facts),
-        *_clock_advice(facts),
-        *_transport_advice(facts),
-        *_host_advice(facts),
-    ]
+    known: Facts = {name: section for name, section in facts.items() if UNMEASURED not in section}
+    facts = defaultdict(dict, known)
+    wrong = []
+    for package, what in facts["out of range"].items():
+        remedy = "run `make` in the project, which installs what constraints.txt names"
+        wrong.append(f"{package} is {what}; {remedy}")
+    wrong += _torch_advice(facts)
+    wrong += _clock_advice(facts)
+    wrong += _transport_advice(facts)
+    wrong += _host_advice(facts)
+    return wrong
 
 
 def _gpus(facts: Facts) -> dict[str, Section]:
@@ -48,15 +45,15 @@ def _torch_advice(facts: Facts) -> Iterator[str]:
         )
     if not gpus or not torch or torch["cuda_works"]:
         return
-    count = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
+    these = count(len(gpus), "GPUs")
     if torch["cuda"].startswith("none"):
         yield (
-            f"there are {count}, but torch {torch['version']} is a build for the CPU; install "
+            f"there are {these}, but torch {torch['version']} is a build for the CPU; install "
             "its CUDA build"
         )
     else:
         yield (
-            f"there are {count}, but torch, built for CUDA {torch['cuda']}, cannot use them; check "
+            f"there are {these}, but torch, built for CUDA {torch['cuda']}, cannot use them; check "
             f"CUDA_VISIBLE_DEVICES, and that driver {facts['GPUs'].get('driver', '?')} is new "
             "enough for that CUDA (else install a torch for an older one)"
         )
@@ -64,17 +61,15 @@ def _torch_advice(facts: Facts) -> Iterator[str]:
 
 def _clock_advice(facts: Facts) -> Iterator[str]:
     for name, gpu in facts["exchange"].get("gpus_at_work", {}).items():
+        most_mhz = gpu.get("sm_clock_most_mhz")
         if reasons := gpu.get("slowed_down"):
             yield (
                 f"GPU {name} is slowed down: {', '.join(reasons)}, at {gpu['temperature_c']} °C; "
                 "have its cooling and power supply checked, and leave this node out meanwhile"
             )
-        elif (
-            gpu.get("sm_clock_most_mhz")
-            and gpu["sm_clock_mhz"] < LOW_CLOCK * gpu["sm_clock_most_mhz"]
-        ):
+        elif most_mhz and gpu["sm_clock_mhz"] < LOW_CLOCK * most_mhz:
             yield (
-                f"GPU {name} works at {gpu['sm_clock_mhz']} of {gpu['sm_clock_most_mhz']} MHz; see "
+                f"GPU {name} works at {gpu['sm_clock_mhz']} of {most_mhz} MHz; see "
                 "whether its clock is locked (`nvidia-smi -q -d CLOCK`, undone by `nvidia-smi "
                 "-rgc`) or its power limit lowered"
             )
@@ -90,15 +85,13 @@ def _clock_advice(facts: Facts) -> Iterator[str]:
 
 def _transport_advice(facts: Facts) -> Iterator[str]:
     used = facts["exchange"].get("transports", [])
-    links = facts["links"].values()
+    has_nvlink = any(link.startswith("NV") for link in facts["links"].values())
     if any(name.startswith("NET/Socket") for name in used):
         yield (
             "NCCL sends over sockets between GPUs of this machine; unset NCCL_P2P_DISABLE, "
             "NCCL_SHM_DISABLE and NCCL_NET, and in a container allow shared memory (`--ipc=host`)"
         )
-    elif any(name.startswith("SHM") for name in used) and any(
-        link.startswith("NV") for link in links
-    ):
+    elif has_nvlink and any(name.startswith("SHM") for name in used):
         yield (
             "NCCL sends through host memory although the GPUs have NVLink; unset NCCL_P2P_DISABLE "
             "and NCCL_P2P_LEVEL, and let the container see all GPUs of the node"

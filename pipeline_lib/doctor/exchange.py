@@ -110,10 +110,9 @@ def collectives(
             "all_gather": partial(dist.all_gather, list(parts.chunk(ranks)), part, group=group),
             "all_to_all": partial(dist.all_to_all_single, parts, values[: len(parts)], group=group),
         }
-        for kind, call in ((kind, calls[kind]) for kind in kinds):
-            found.append(
-                Collective(kind, size_bytes, ranks, duration_s(call, device, group, patience_s))
-            )
+        for kind in kinds:
+            seconds = duration_s(calls[kind], device, group, patience_s)
+            found.append(Collective(kind, size_bytes, ranks, seconds))
     return found
 
 
@@ -216,7 +215,9 @@ class ExchangeRank:
 
 def rounds_of(nodes: int) -> list[list[tuple[int, int]]]:
     """Return every pair of `nodes` once, in rounds of disjoint pairs (the circle method)."""
-    seats = [*range(nodes), *([-1] if nodes % 2 else [])]  # -1: a node paired with it pauses
+    seats = list(range(nodes))
+    if nodes % 2:
+        seats.append(-1)  # a node paired with it pauses
     rounds = []
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
@@ -266,13 +267,12 @@ def _as_first(place: ExchangeRank, other: int) -> dict[str, float]:
     echo()  # establishes the connection
     latency_s = timed(echo, PINGS, place.device) / PINGS / 2
     there_s = back_s = 0.0
-    for size_bytes in PAIR_SIZES_BYTES[place.device.type]:
+    sizes_bytes = PAIR_SIZES_BYTES[place.device.type]
+    for size_bytes in sizes_bytes:
         values = torch.zeros(size_bytes // 4, device=place.device)
         there_s = timed(partial(_swap, values, word, other), 1, place.device)
         back_s = timed(partial(_swap, word, values, other), 1, place.device)
-        enough = (
-            there_s + back_s > 2 * PAIR_S or size_bytes == PAIR_SIZES_BYTES[place.device.type][-1]
-        )
+        enough = there_s + back_s > 2 * PAIR_S or size_bytes == sizes_bytes[-1]
         dist.send(torch.full_like(word, float(enough)), other)
         if enough:
             break

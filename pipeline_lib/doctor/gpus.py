@@ -95,10 +95,9 @@ def links(topology: str) -> dict[str, str]:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)
     rows = [line.split() for line in plain.splitlines() if re.match(r"\s*GPU\d+\s+\S", line)]
     table = {row[0]: row[1:] for row in rows if "X" in row}
-    names = list(table)
-    return {
-        f"{first.removeprefix('GPU')}-{second.removeprefix('GPU')}": table[first][column]
-        for row, first in enumerate(names)
-        for column, second in enumerate(names)
-        if row < column < len(table[first])
-    }
+    numbers = [name.removeprefix("GPU") for name in table]
+    found = {}
+    for row, cells in enumerate(table.values()):
+        for column in range(row + 1, min(len(cells), len(numbers))):
+            found[f"{numbers[row]}-{numbers[column]}"] = cells[column]
+    return found

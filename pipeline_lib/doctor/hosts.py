@@ -77,9 +77,10 @@ class HostsExamination:
         _add_ends(found, ended)
         found.said = said
         if not found.nodes:
-            raise Interrupted(
-                "\n  ".join(["the hosts told nothing of themselves:", *_failures(found), *said])
-            )
+            lines = ["the hosts told nothing of themselves:"]
+            for host, texts in found.failures.items():
+                lines += [f"{host}: {text}" for text in texts]
+            raise Interrupted("\n  ".join(lines + said))
         return found
 
     def _environ(self, allocation: Allocation, group: HostGroup) -> dict[str, str]:
@@ -92,9 +93,10 @@ def place_of(
 ) -> RankPlacement:
     """Return where the tasks run: as `cluster` says, else on all common GPUs, else one a host."""
     nodes = len(facts)
-    wanted = cluster or Cluster(
-        gpus_per_node=min(len(found.gpus) for found in facts.values()), cpu_ranks=1
-    )
+    wanted = cluster
+    if wanted is None:
+        common_gpus = min(len(found.gpus) for found in facts.values())
+        wanted = Cluster(gpus_per_node=common_gpus, cpu_ranks=1)
     return RankPlacement(
         "spawn", nodes, wanted.ranks_per_node, wanted.cpus_per_rank, wanted.device, allocation
     )
@@ -102,14 +104,9 @@ def place_of(
 
 def _add_ends(found: Findings, ended: Ended) -> None:
     """Put lost hosts before what others complain of; name the host whose tasks failed silently."""
-    lost = {host: [reason] for host, reason in ended.lost.items()}
-    found.failures = {
-        **lost,
-        **{host: [*lost.get(host, []), *texts] for host, texts in found.failures.items()},
-    }
+    complaints = found.failures
+    found.failures = {host: [reason] for host, reason in ended.lost.items()}
+    for host, texts in complaints.items():
+        found.failures.setdefault(host, []).extend(texts)
     if ended.exit_code and not ended.lost and not found.failures:
         found.fail(ended.host, f"its tasks ended with code {ended.exit_code}")
-
-
-def _failures(found: Findings) -> list[str]:
-    return [f"{host}: {text}" for host, texts in found.failures.items() for text in texts]

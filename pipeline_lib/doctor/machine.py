@@ -56,8 +56,12 @@ def examine(
     within = deadline(BUDGET_S)
     facts = measure_machine(store, environ, within, say)
     gpus = facts["torch"].get("gpus", 0) if facts["torch"].get("cuda_works") else 0
-    device = "cuda" if gpus else "cpu"
-    ranks = min(ranks or gpus, gpus) if gpus else ranks or CPU_RANKS
+    if gpus:
+        device = "cuda"
+        ranks = min(ranks or gpus, gpus)
+    else:
+        device = "cpu"
+        ranks = ranks or CPU_RANKS
     facts["run"] = {"ranks": ranks, "device": device}
     say(f"doctor: {ranks} ranks exchange data")
     facts["exchange"] = measured(lambda: exchange(environ, device, ranks, within(18)))

@@ -1,8 +1,8 @@
 """Advice on several nodes: differences, slow links, and what cannot be reached."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from itertools import combinations
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, combinations
 from statistics import median
 
 from pipeline_lib.core.units import count
@@ -39,38 +39,43 @@ _NOT_COMPARED = (
 
 def together(found: Findings) -> list[str]:
     """Return what is wrong by every rule, in the order of the report."""
-    of_nodes = [(name, text) for name, facts in found.nodes.items() for text in advice(facts)]
     rules = (_failures, _stores, _differences, _odd_nodes, _slow_pairs, _slow_links, _sockets)
-    return [*(text for rule in rules for text in rule(found)), *_once(of_nodes)]
+    problems: list[str] = []
+    for rule in rules:
+        problems += rule(found)
+    problems += _once({name: advice(facts) for name, facts in found.nodes.items()})
+    return problems
 
 
-def _once(problems: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield each text once, after the names of all its nodes; `problems` are (name, text)."""
+def _once(problems: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield each text of `problems`, which are by node, once, after the names of all its nodes."""
     by_text: dict[str, list[str]] = {}
-    for name, text in problems:
-        by_text.setdefault(text, []).append(name)
+    for name, texts in problems.items():
+        for text in texts:
+            by_text.setdefault(text, []).append(name)
     for text, names in by_text.items():
         yield f"{', '.join(names)}: {text}"
 
 
 def _failures(found: Findings) -> Iterator[str]:
-    yield from _once((name, text) for name, texts in found.failures.items() for text in texts)
+    yield from _once(found.failures)
     for number, name in sorted(found.numbers.items()):
         if "versions" not in found.nodes.get(name, {}):
             yield f"{name}: node {number} told nothing of itself in time"
     if (silent := found.asked - len(found.numbers)) > 0:
         yield f"{silent} of {count(found.asked, 'nodes')} told nothing at all"
-    if found.said and (
-        silent > 0 or found.failures or len(found.pairs) < found.asked * (found.asked - 1) // 2
-    ):
+    all_pairs = found.asked * (found.asked - 1) // 2
+    is_incomplete = silent > 0 or found.failures or len(found.pairs) < all_pairs
+    if found.said and is_incomplete:
         speaker = "SLURM says:" if found.job else "the hosts say:"
         yield "\n      ".join([speaker, *found.said[:6]])
     names = [found.numbers[number] for number in sorted(found.numbers)]
     if len(found.pairs) < len(names) * (len(names) - 1) // 2:
         measured = {frozenset((pair.first, pair.second)) for pair in found.pairs}
         missing = [f"{a} <-> {b}" for a, b in combinations(names, 2) if {a, b} not in measured]
+        more = " ..." if len(missing) > 8 else ""
         yield (
-            f"no exchange between {', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}: "
+            f"no exchange between {', '.join(missing[:8])}{more}: "
             "can the nodes reach each other by the interface that was taken? Name another in "
             "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
         )
@@ -93,7 +98,7 @@ def _stores(found: Findings) -> Iterator[str]:
 def _differences(found: Findings) -> Iterator[str]:
     for section, remedy in _SAME.items():
         names = {name: dict(flat(facts.get(section, {}))) for name, facts in found.nodes.items()}
-        for what in sorted({what for facts in names.values() for what in facts}):
+        for what in sorted(set(chain(*names.values()))):
             if any(part in what for part in _NOT_COMPARED):
                 continue
             values = {name: str(facts.get(what, "nothing")) for name, facts in names.items()}
@@ -107,8 +112,8 @@ def grouped(values: dict[str, str]) -> str:
     parts = []
     for value, _ in counts.most_common():
         names = [name for name, own in values.items() if own == value]
-        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-        parts.append(f"{value} on {shown}")
+        more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+        parts.append(f"{value} on {', '.join(names[:6])}{more}")
     return "; ".join(parts)
 
 
@@ -117,20 +122,19 @@ def _odd_nodes(found: Findings) -> Iterator[str]:
 
     The code is compared with this machine's.
     """
-    codes = {
-        name: facts["code"]["pipeline_lib"]
-        for name, facts in found.nodes.items()
-        if "code" in facts
-    }
-    if other := [name for name, code in codes.items() if code != found.code_here]:
+    other = []
+    totals: dict[str, int] = {}
+    for name, facts in found.nodes.items():
+        if "code" in facts and facts["code"]["pipeline_lib"] != found.code_here:
+            other.append(name)
+        total = facts.get("memory", {}).get("total_bytes")
+        if total is not None:
+            totals[name] = total
+    if other:
         yield (
             f"{', '.join(other)}: pipeline_lib is not the one of this machine; run from a clone "
             "that all nodes share"
         )
-    memory = {
-        name: facts.get("memory", {}).get("total_bytes") for name, facts in found.nodes.items()
-    }
-    totals = {name: total for name, total in memory.items() if total is not None}
     most = max(totals.values(), default=0)
     for name, total in totals.items():
         if total < LESS * most:
@@ -173,9 +177,11 @@ def _slow_pairs(found: Findings) -> Iterator[str]:
         fast = max(pair.there, pair.back)
         low = pair.worst
         if pair not in slow and low < SLOW * fast:
-            way = (pair.first, pair.second) if pair.there < pair.back else (pair.second, pair.first)
+            way = f"{pair.first} -> {pair.second}"
+            if pair.back <= pair.there:
+                way = f"{pair.second} -> {pair.first}"
             yield (
-                f"{way[0]} -> {way[1]}: {low * GBIT:.3g} Gbit/s, and {fast * GBIT:.3g} the other "
+                f"{way}: {low * GBIT:.3g} Gbit/s, and {fast * GBIT:.3g} the other "
                 "way; have the link checked"
             )
 
@@ -193,7 +199,9 @@ def _slow_links(found: Findings) -> Iterator[str]:
             speeds.append(float(speed))
     if not speeds or not found.pairs:
         return
-    link = min(speeds) if found.device == "cuda" else min(*speeds, CPU_LINK_MBIT)
+    link = min(speeds)
+    if found.device != "cuda":
+        link = min(link, CPU_LINK_MBIT)
     good = max(max(pair.there, pair.back) for pair in found.pairs) * GBIT
     if good < SLOW_OF_LINK * link / 1000:
         yield (
@@ -205,11 +213,10 @@ def _slow_links(found: Findings) -> Iterator[str]:
 
 def _sockets(found: Findings) -> Iterator[str]:
     for name, facts in found.nodes.items():
-        active = [
-            port
-            for port, text in facts.get("network", {}).items()
-            if " port " in port and "ACTIVE" in str(text)
-        ]
+        active = []
+        for port, text in facts.get("network", {}).items():
+            if " port " in port and "ACTIVE" in str(text):
+                active.append(port)
         used = facts.get("between nodes", {}).get("transports", [])
         if active and any(transport.startswith("NET/Socket") for transport in used):
             yield (
@@ -226,10 +233,12 @@ def to_set(found: Findings) -> list[str]:
     if rate := found.sent_gbit_s:
         why = f"what a node sends while all ranks reduce {max(found.all_reduce) / 1e6:.3g} MB"
         lines.append(f"cluster.internode_gbit_s: {rate:.3g}   # {why}")
-    used = {
-        name: facts.get("between nodes", {}).get("interface", "")
-        for name, facts in found.nodes.items()
-    }
+    used = {}
+    transports = set()
+    for name, facts in found.nodes.items():
+        between = facts.get("between nodes", {})
+        used[name] = between.get("interface", "")
+        transports.update(between.get("transports", []))
     if any(used.values()) and nodes > 1:
         kinds = sorted(set(filter(None, used.values())))
         how = f"NCCL_SOCKET_IFNAME={','.join(kinds)} and GLOO_SOCKET_IFNAME={kinds[0]}"
@@ -237,9 +246,6 @@ def to_set(found: Findings) -> list[str]:
             how = f"`interface: {kinds[0]}` in the site file, or PIPELINE_INTERFACE"
         named = grouped(used) if len(kinds) > 1 else kinds[0]
         lines.append(f"interface between the nodes: {named}   # to name it: {how}")
-    between = [facts.get("between nodes", {}) for facts in found.nodes.values()]
-    if transports := {
-        transport for section in between for transport in section.get("transports", [])
-    }:
+    if transports:
         lines.append(f"NCCL sends through {', '.join(sorted(transports))}")
     return lines

@@ -60,10 +60,9 @@ def network() -> Section:
                 "mtu": state[name].mtu,
             }
     for port in sorted(INFINIBAND.glob("*/ports/*")):
-        texts = [
-            (port / name).read_text().strip()
-            for name in ("state", "rate")
-            if (port / name).exists()
-        ]
+        texts = []
+        for name in ("state", "rate"):
+            if (port / name).exists():
+                texts.append((port / name).read_text().strip())
         found[f"{port.parts[-3]} port {port.name}"] = ", ".join(texts)
     return found

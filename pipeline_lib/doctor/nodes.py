@@ -73,7 +73,8 @@ class Findings:
         """Add a task's message; return what the waiting user is told of it, if anything."""
         name = message["node"]
         if "job" in message:
-            self.job, self.numbers[message["number"]] = message["job"], name
+            self.job = message["job"]
+            self.numbers[message["number"]] = name
             return f"job {self.job} runs on {name}" if self.job else f"measuring on {name}"
         if "facts" in message:
             self.nodes[name] = message["facts"]
@@ -86,7 +87,8 @@ class Findings:
             return f"{first} <-> {second}: {pair.worst * 8 / 1e9:.3g} Gbit/s"
         elif "all" in message:
             self.all_reduce[message["all"]] = {
-                name: message[name] for name in ("seconds", "bus_bytes_per_s")
+                "seconds": message["seconds"],
+                "bus_bytes_per_s": message["bus_bytes_per_s"],
             }
         elif "device" in message:
             self.device = message["device"]
@@ -95,13 +97,12 @@ class Findings:
             section.setdefault("gpus_at_work", {})[str(message["local_rank"])] = message["gpu"]
         elif "interface" in message:
             section = self.nodes.setdefault(name, {}).setdefault("between nodes", {})
-            section.update(
-                {key: message[key] for key in ("interface", "transports") if message[key]}
-            )
+            for key in ("interface", "transports"):
+                if message[key]:
+                    section[key] = message[key]
         elif "no_gpu" in message:
-            self.fail(
-                name, f"GPU {message['no_gpu']} was asked for, and torch sees {message['sees']}"
-            )
+            sees = f"GPU {message['no_gpu']} was asked for, and torch sees {message['sees']}"
+            self.fail(name, sees)
         elif "failed" in message:
             self.fail(name, message["failed"])
             return f"{name}: {message['failed']}"
@@ -118,11 +119,11 @@ class Findings:
 
     def wrote(self) -> list[str]:
         """Return the nodes that report an answer to the token in the store."""
-        return [
-            name
-            for name, facts in self.nodes.items()
-            if UNMEASURED not in facts.get("store", {UNMEASURED: ""})
-        ]
+        wrote = []
+        for name, facts in self.nodes.items():
+            if "store" in facts and UNMEASURED not in facts["store"]:
+                wrote.append(name)
+        return wrote
 
     def name_of(self, number: int) -> str:
         """Return the node's name; until it is reported, `node NUMBER`."""
@@ -136,9 +137,9 @@ class Findings:
 
     def to_json(self) -> dict[str, Any]:
         """Return all findings as JSON values, for --json."""
-        return {"nodes": self.nodes} | {
-            name: value for name, value in asdict(self).items() if name != "nodes"
-        }
+        others = asdict(self)
+        del others["nodes"]
+        return {"nodes": self.nodes} | others
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,8 @@ class NodesExamination:
 
         Raise ConfigError or SlurmError with the remedy.
         """
-        missing = [
-            name for name in PROGRAMS if shutil.which(name, path=self.environ.get("PATH")) is None
-        ]
+        path = self.environ.get("PATH")
+        missing = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
         if missing:
             problem = (
                 f"there is no SLURM here: {', '.join(missing)} not on PATH; run it on a login node "
@@ -170,11 +170,8 @@ class NodesExamination:
         refuse_jobs(self.site, request, read_groups())
         share = existing_folder(self.store)
         ranks = self.cluster.ranks_per_node
-        options = [
-            *sbatch_options(self.site, request),
-            f"--ntasks-per-node={ranks}",
-            "--distribution=block",
-        ]
+        options = list(sbatch_options(self.site, request))
+        options += [f"--ntasks-per-node={ranks}", "--distribution=block"]
         # --wait: let the other tasks go on after one has ended.
         options += ["--kill-on-bad-exit=0", "--wait=60", "--input=none"]
         found = Findings(self.nodes)
@@ -210,18 +207,8 @@ class NodesExamination:
         )
 
     def _command(self, share: Path, token: str) -> list[str]:
-        task = [
-            sys.executable,
-            "-m",
-            "pipeline_lib",
-            "probe",
-            "node",
-            "--store",
-            str(share),
-            "--token",
-            token,
-        ]
-        task += ["--device", self.cluster.device]
+        task = [sys.executable, "-m", "pipeline_lib", "probe", "node"]
+        task += ["--store", str(share), "--token", token, "--device", self.cluster.device]
         if not self.site.setup:
             return task
         return ["bash", "-c", EXECUTE.format(setup="\n".join(self.site.setup)), "doctor", *task]
@@ -229,5 +216,7 @@ class NodesExamination:
     def _environ(self) -> dict[str, str]:
         """Return this environment with site variables, and this package first on PYTHONPATH."""
         variables = {**outside_of_jobs(self.environ), **self.site.variables()}
-        paths = [str(PACKAGE.parent), *filter(None, [variables.get("PYTHONPATH")])]
+        paths = [str(PACKAGE.parent)]
+        if variables.get("PYTHONPATH"):
+            paths.append(variables["PYTHONPATH"])
         return {**variables, "PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1"}

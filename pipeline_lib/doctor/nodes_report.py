@@ -1,5 +1,6 @@
 """Report on several nodes: facts side by side, matrices between them, settings and problems."""
 
+from itertools import chain
 from statistics import median
 
 from rich.markup import escape
@@ -17,12 +18,15 @@ def nodes_report(found: Findings, wrong: list[str], comparison: str | None = Non
     parts: list[Table | str] = [_facts(found)]
     lines = []
     if found.pairs:
-        rates, latencies = {}, {}
+        rates = {}
+        latencies = {}
         for pair in found.pairs:
             there = (pair.first, pair.second)
             back = (pair.second, pair.first)
-            rates[there], rates[back] = f"{pair.there * GBIT:.3g}", f"{pair.back * GBIT:.3g}"
-            latencies[there] = latencies[back] = f"{pair.latency_s * 1e6:.0f}"
+            rates[there] = f"{pair.there * GBIT:.3g}"
+            rates[back] = f"{pair.back * GBIT:.3g}"
+            latencies[there] = f"{pair.latency_s * 1e6:.0f}"
+            latencies[back] = latencies[there]
         parts += _matrix(found, "Gbit/s from the node of the row to that of the column", rates)
         parts += _matrix(found, "latency of one way in microseconds", latencies)
         worst = [pair.worst * GBIT for pair in found.pairs]
@@ -36,41 +40,47 @@ def nodes_report(found: Findings, wrong: list[str], comparison: str | None = Non
             f" {one['bus_bytes_per_s'] * GBIT:.3g} Gbit/s on the bus"
         )
     if settings := to_set(found):
-        lines += ["what to set:", *(f"  - {line}" for line in settings)]
-    lines += [comparison] if comparison else []
+        lines.append("what to set:")
+        lines += [f"  - {line}" for line in settings]
+    if comparison:
+        lines.append(comparison)
     return page_of(parts, lines, wrong, "what is wrong, and what to do:")
 
 
 def _facts(found: Findings) -> Table:
     """Return a table with a row for each fact: its value, or its values with their nodes."""
-    names = [
-        found.numbers[number]
-        for number in sorted(found.numbers)
-        if found.numbers[number] in found.nodes
-    ]
-    title = f"what {', '.join(names[:MOST_COLUMNS])} {'have' if len(names) > 1 else 'has'}"
-    title = f"job {found.job}: {title}" if found.job else title
+    names = [name for name in _in_order(found) if name in found.nodes]
+    verb = "have" if len(names) > 1 else "has"
+    title = f"what {', '.join(names[:MOST_COLUMNS])} {verb}"
+    if found.job:
+        title = f"job {found.job}: {title}"
     table = Table("part", "what", "value", title=title, title_justify="left")
-    for section in dict.fromkeys(section for name in names for section in found.nodes[name]):
+    for section in dict.fromkeys(chain.from_iterable(found.nodes[name] for name in names)):
         facts = {name: dict(rows_of(found.nodes[name].get(section, {}))) for name in names}
         rows = []
-        for label in dict.fromkeys(label for own in facts.values() for label in own):
-            values = {name: facts[name].get(label, "nothing") for name in names}
-            is_equal = len(set(values.values())) == 1
-            rows.append((label, next(iter(values.values())) if is_equal else grouped(values)))
+        for label in dict.fromkeys(chain(*facts.values())):
+            values = {name: own.get(label, "nothing") for name, own in facts.items()}
+            distinct = set(values.values())
+            rows.append((label, distinct.pop() if len(distinct) == 1 else grouped(values)))
         add_section(table, section, rows)
     return table
 
 
+def _in_order(found: Findings) -> list[str]:
+    """Return the nodes by their numbers in the job."""
+    return [name for _, name in sorted(found.numbers.items())]
+
+
 def _matrix(found: Findings, title: str, cells: dict[tuple[str, str], str]) -> list[Table | str]:
-    names = [found.numbers[number] for number in sorted(found.numbers)][:MOST_COLUMNS]
-    more = f"; the first {MOST_COLUMNS} of {len(found.numbers)} nodes, --json has all"
+    names = _in_order(found)[:MOST_COLUMNS]
+    if len(found.numbers) > MOST_COLUMNS:
+        title += f"; the first {MOST_COLUMNS} of {len(found.numbers)} nodes, --json has all"
     table = Table()
     for name in ("", *names):
         table.add_column(escape(name), justify="right")
     for row in names:
-        table.add_row(
-            escape(row),
-            *("-" if row == column else cells.get((row, column), "?") for column in names),
-        )
-    return [f"\n{title}{more if len(found.numbers) > MOST_COLUMNS else ''}", table]
+        line = [escape(row)]
+        for column in names:
+            line.append("-" if row == column else cells.get((row, column), "?"))
+        table.add_row(*line)
+    return [f"\n{title}", table]

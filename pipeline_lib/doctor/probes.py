@@ -68,10 +68,10 @@ def run_children(
                 with suppress(subprocess.TimeoutExpired):
                     # no longer: it may hang in the kernel, as on a dead file server
                     process.wait(1)
-        # Killed processes come first, since the others may have failed because of them.
-        for code, output in sorted(
-            (code, output) for code, output in zip(codes, outputs, strict=True) if code
-        ):
+        failed = [(code, output) for code, output in zip(codes, outputs, strict=True) if code]
+        if failed:
+            # A killed process comes first, since the others may have failed because of it.
+            code, output = min(failed)
             raise Unmeasured(_why_it_failed(code, output.with_suffix(".err")))
         return [_last_json(output) for output in outputs]
 
@@ -111,11 +111,8 @@ def exchange(environ: Mapping[str, str], device: str, ranks: int, timeout_s: flo
         environs = [dist_environment(made) for made in rank_environments(common, ranks)]
         answers = run_children(["probe", "exchange", "--device", device], environs, timeout_s)
         used = logged_transports(folder)
-    found: Section = {
-        "ranks": ranks,
-        "device": device,
-        **{k: v for k, v in answers[0].items() if k != "gpu"},
-    }
+    found: Section = {"ranks": ranks, "device": device} | answers[0]
+    found.pop("gpu", None)
     if device == "cuda":
         found["transports"] = used
         found["gpus_at_work"] = {str(rank): answer["gpu"] for rank, answer in enumerate(answers)}
@@ -133,8 +130,10 @@ def logged_transports(folder: str) -> list[str]:
 
     Others are `NET/Socket/0` and `NET/IB/0`.
     """
-    logs = (path.read_text(errors="replace") for path in Path(folder).glob("nccl.*"))
-    return sorted({transport for log in logs for transport in _VIA.findall(log)})
+    used: set[str] = set()
+    for path in Path(folder).glob("nccl.*"):
+        used.update(_VIA.findall(path.read_text(errors="replace")))
+    return sorted(used)
 
 
 def topology(timeout_s: float) -> dict[str, Any]:

@@ -35,18 +35,22 @@ def page_of(parts: list[Table | str], lines: list[str], wrong: list[str], title:
     for part in parts:
         console.print(part)
     text = str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
-    end = (
-        [title, *(f"  - {line}" for line in wrong)]
-        if wrong
-        else ["nothing is wrong with what could be measured"]
-    )
-    return "\n".join([text, *lines, *end])
+    page = [text, *lines]
+    if wrong:
+        page.append(title)
+        page += [f"  - {line}" for line in wrong]
+    else:
+        page.append("nothing is wrong with what could be measured")
+    return "\n".join(page)
 
 
 def rows_of(section: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield names and displayed values of a section, including its nested sections."""
     for name, value in flat(section):
-        yield (name, str(value)) if name.endswith(UNMEASURED) else _with_unit(name, value)
+        if name.endswith(UNMEASURED):
+            yield name, str(value)
+        else:
+            yield _with_unit(name, value)
 
 
 def flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -63,17 +67,17 @@ def _with_unit(name: str, value: Any) -> tuple[str, str]:
         return name.removesuffix("_bytes_per_s"), f"{value / 1e9:.2f} GB/s"
     if name.startswith(("all_reduce.", "all_gather.", "all_to_all.")):
         kind, _, size = name.partition(".")
-        return (
-            f"{kind.replace('_', '-')} of {_size(int(size))}",
-            f"{value / 1e9:.2f} GB/s on the bus",
-        )
+        collective = f"{kind.replace('_', '-')} of {_size(int(size))}"
+        return collective, f"{value / 1e9:.2f} GB/s on the bus"
     if name.endswith("_bytes"):
         return name.removesuffix("_bytes"), _size(value)
     if name.endswith("_flops"):
         return name.removesuffix("_flops"), f"{value / 1e12:.0f} TFLOP/s"
     if isinstance(value, list):
         return name, ", ".join(map(str, value)) or "none"
-    return name, f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return name, f"{value:g}"
+    return name, str(value)
 
 
 def _size(size_bytes: int) -> str:

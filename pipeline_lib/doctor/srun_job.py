@@ -32,11 +32,11 @@ def outside_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without the variables of the SLURM job that this process may be in."""
     if "SLURM_JOB_ID" not in environ:
         return dict(environ)
-    return {
-        key: value
-        for key, value in environ.items()
-        if key == "SLURM_CONF" or not _OF_A_JOB.match(key)
-    }
+    kept = {}
+    for key, value in environ.items():
+        if key == "SLURM_CONF" or not _OF_A_JOB.match(key):
+            kept[key] = value
+    return kept
 
 
 class SrunJob:
@@ -155,9 +155,8 @@ class SrunJob:
         """Return the errors of srun and slurmstepd, each once, and of a task the last line."""
         from_srun = [line for line in self.errors if _FROM_SRUN.match(line) and " error: " in line]
         others = [line for line in self.errors if not _FROM_SRUN.match(line)]
-        return list(
-            dict.fromkeys(redact(_FROM_SRUN.sub("", line)) for line in (*from_srun, *others[-1:]))
-        )
+        told = from_srun + others[-1:]
+        return list(dict.fromkeys(redact(_FROM_SRUN.sub("", line)) for line in told))
 
 
 def _pump(stream: IO[str] | None, take: Callable[[str | None], None]) -> None:

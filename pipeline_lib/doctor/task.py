@@ -57,8 +57,9 @@ def run_task(
     """
     is_slurm = HOST_VARIABLE not in environ
     # of another launcher in the submitting environment: SLURM decides
-    for name in PLACE_IN_WORLD if is_slurm else ():
-        environ.pop(name, None)
+    if is_slurm:
+        for name in PLACE_IN_WORLD:
+            environ.pop(name, None)
     placed = dist_environment(environ)
     rank = int(placed["RANK"])
     node = host_of(environ)
@@ -70,11 +71,8 @@ def run_task(
 
     try:
         if placed["LOCAL_RANK"] == "0":
-            job, number = (
-                (environ["SLURM_JOB_ID"], environ["SLURM_NODEID"])
-                if is_slurm
-                else ("", placed["GROUP_RANK"])
-            )
+            job = environ["SLURM_JOB_ID"] if is_slurm else ""
+            number = environ["SLURM_NODEID"] if is_slurm else placed["GROUP_RANK"]
             tell({"job": job, "number": int(number)})
             tell({"facts": node_facts(share, token, environ)})
         _meet_others(environ, placed, device, tell)

@@ -7,6 +7,7 @@ column.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
@@ -61,47 +62,47 @@ def model_card(
     `beside` are the beginnings of the names of tensors that were copied from the base.
     `adapter_code` is the `loading_code` of the adapters, if there are any.
     """
-    made = {
-        part: parse_manifest(record.links[part].manifest, part)
-        for part in sorted(record.links, key=newest_first)
-    }
+    made = {}
+    for part in sorted(record.links, key=newest_first):
+        made[part] = parse_manifest(record.links[part].manifest, part)
     base = base_model(record)
-    sources = [
-        (
-            f"{one.name}, held out" if one.held_out else one.name,
-            *map(count, (one.rows, one.kept, one.supervised_tokens)),
-        )
-        for one in (ledger.sources if ledger else ())
-    ]
     attempts = [(str(attempt.number), attempt_text(attempt)) for attempt in record.attempts]
     versions = dict(made["train"].versions) if "train" in made else {}
     versions.pop(CODE, None)
-    kind = "QLoRA (base in 4 bits: NF4)" if train.lora.base == "nf4" else "LoRA"
-    tunes = f"{kind} fine-tuning" if train.method == "lora" else "Fine-tuning of all weights"
-    lines = [
-        *_front_matter(base, made, model_type, train),
-        f"# {cell(base or model_type)}, fine-tuned",
-        "",
-        f"{tunes}, {count(training.steps, 'steps')}, "
-        f"{count(training.supervised_tokens, 'supervised tokens')}. {_proof(parity)}",
-        *_stretched(made),
-        *_untrained(beside),
-        "",
-        f"{_judged(made)} Licences are not recorded: those of the base model and of the data hold.",
-        "",
-        *_calling(made),
-        *_adapters(adapter_code),
-        *_table("Base model", ("from", "sha256"), _files(made, "model")),
-        *_table("Data", ("source", "rows", "samples kept", "supervised tokens"), sources),
-        *_table("Files of the data", ("from", "sha256"), _files(made, "data")),
-        *_table("Training", ("setting", "value"), _settings(made, train, training)),
-        *_table("Attempts at the training", ("attempt", "what became of it"), attempts),
-        *_table("Lineage", ("made", "by", "digest", "at", "code", "machine"), _lineage(this, made)),
-        *_table("Versions at the training", ("package", "version"), versions.items()),
-        f"`{LINEAGE_NAME}` holds all of this for machines; `qwen3 trace` shows and checks it.",
-        "",
-    ]
+    steps = count(training.steps, "steps")
+    tokens = count(training.supervised_tokens, "supervised tokens")
+
+    lines = _front_matter(base, made, model_type, train)
+    lines += [f"# {cell(base or model_type)}, fine-tuned", ""]
+    lines.append(f"{_method(train)}, {steps}, {tokens}. {_proof(parity)}")
+    lines += _stretched(made)
+    lines += _untrained(beside)
+    licences = "Licences are not recorded: those of the base model and of the data hold."
+    lines += ["", f"{_judged(made)} {licences}", ""]
+    lines += _calling(made)
+    lines += _adapters(adapter_code)
+    lines += _table("Base model", ("from", "sha256"), _files(made, "model"))
+    of_data = ("source", "rows", "samples kept", "supervised tokens")
+    lines += _table("Data", of_data, _sources(ledger))
+    lines += _table("Files of the data", ("from", "sha256"), _files(made, "data"))
+    lines += _table("Training", ("setting", "value"), _settings(made, train, training))
+    lines += _table("Attempts at the training", ("attempt", "what became of it"), attempts)
+    of_links = ("made", "by", "digest", "at", "code", "machine")
+    lines += _table("Lineage", of_links, _lineage(this, made))
+    lines += _table("Versions at the training", ("package", "version"), versions.items())
+    lines.append(
+        f"`{LINEAGE_NAME}` holds all of this for machines; `qwen3 trace` shows and checks it."
+    )
+    lines.append("")
     return "\n".join(lines)
+
+
+def _method(train: Train) -> str:
+    if train.method != "lora":
+        return "Fine-tuning of all weights"
+    if train.lora.base == "nf4":
+        return "QLoRA (base in 4 bits: NF4) fine-tuning"
+    return "LoRA fine-tuning"
 
 
 def loading_code(train: Train, base: str, skipped: Sequence[str], is_stretched: bool) -> str:
@@ -130,7 +131,7 @@ def loading_code(train: Train, base: str, skipped: Sequence[str], is_stretched: 
         ]
         if skipped:  # replaces transformers' own list, which has the head alone
             quantization.append(f"    llm_int8_skip_modules={json.dumps([*skipped, _HEAD])},")
-        quantization += [")"]
+        quantization.append(")")
     lines = [
         "import torch",
         "from peft import PeftModel",
@@ -145,10 +146,8 @@ def loading_code(train: Train, base: str, skipped: Sequence[str], is_stretched: 
 
 def adapter_card(code: str) -> str:
     """Return the text of README.md for the folder of the adapters, which `code` loads."""
-    front = yaml.safe_dump(
-        {"library_name": "peft", "pipeline_tag": "text-generation"}, sort_keys=False
-    ).rstrip()
-    return "\n".join(["---", front, "---", "", *_adapters(code)])
+    front = _front({"library_name": "peft", "pipeline_tag": "text-generation"})
+    return "\n".join(front + _adapters(code))
 
 
 def _adapters(code: str) -> list[str]:
@@ -179,29 +178,28 @@ def _stretched(made: Mapping[str, Manifest]) -> list[str]:
     if rope is None:
         return []
     text = (
-        f"trained with rotary embeddings stretched by {rope.type}, factor {rope.factor:g}, at "
-        "every length"
+        f"The model was trained with rotary embeddings stretched by {rope.type}, factor "
+        f"{rope.factor:g}, at every length: `config.json` has the values, and the base model alone "
+        "needs them too."
     )
-    return [
-        "",
-        f"The model was {text}: `config.json` has the values, and the base model alone needs them "
-        "too.",
-    ]
+    return ["", text]
 
 
 def _untrained(beside: Sequence[str]) -> list[str]:
     """Return a paragraph about the tensors beside the text model; no lines if there are none."""
     if not beside:
         return []
+    names = " and ".join(f"`{name}*`" for name in beside)
     text = (
-        "Only the text model was trained. Tensors called "
-        f"{' and '.join(f'`{name}*`' for name in beside)} are the "
+        f"Only the text model was trained. Tensors called {names} are the base model's, bit for "
+        "bit."
     )
-    guesses = (
-        " `mtp.*` is the head that guesses further tokens: a server that speculates with it stays "
-        "exact, and may have fewer guesses accepted than with the base model."
-    )
-    return ["", f"{text}base model's, bit for bit.{guesses if 'mtp.' in beside else ''}"]
+    if "mtp." in beside:
+        text += (
+            " `mtp.*` is the head that guesses further tokens: a server that speculates with it "
+            "stays exact, and may have fewer guesses accepted than with the base model."
+        )
+    return ["", text]
 
 
 def cell(text: str) -> str:
@@ -232,14 +230,21 @@ def _front_matter(
     if "tokenize" in made:  # the last sources may be held out
         data = data[: len(data) - settings_in(made["tokenize"]).get(VALIDATION_SOURCES, 0)]
     named = [str(settings.get("name")) for settings in data if settings.get("source") in HUBS]
-    front = {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        **({"base_model": base, "base_model_relation": "finetune"} if base else {}),
-        **({"datasets": list(dict.fromkeys(named))} if named else {}),
-        "tags": [model_type, "sft", *(["lora"] if train.method == "lora" else [])],
-    }
-    return ["---", yaml.safe_dump(front, sort_keys=False, allow_unicode=False).rstrip(), "---", ""]
+    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if base:
+        front |= {"base_model": base, "base_model_relation": "finetune"}
+    if named:
+        front["datasets"] = list(dict.fromkeys(named))
+    front["tags"] = [model_type, "sft"]
+    if train.method == "lora":
+        front["tags"].append("lora")
+    return _front(front)
+
+
+def _front(keys: Mapping[str, Any]) -> list[str]:
+    """Return `keys` as the lines of a front matter, in their order."""
+    text = yaml.safe_dump(dict(keys), sort_keys=False, allow_unicode=False)
+    return ["---", text.rstrip(), "---", ""]
 
 
 def _judged(made: Mapping[str, Manifest]) -> str:
@@ -257,16 +262,15 @@ def _judged(made: Mapping[str, Manifest]) -> str:
 
 def _table(title: str, columns: Sequence[str], rows: Rows) -> list[str]:
     """Return a section with a table of at most MOST_ROWS rows; no lines if there are no rows."""
-    lines = [f"| {' | '.join(cell(value) for value in row)} |" for row in rows]
-    if not lines:
+    of_rows = [f"| {' | '.join(map(cell, row))} |" for row in rows]
+    if not of_rows:
         return []
-    more = (
-        []
-        if len(lines) <= MOST_ROWS
-        else ["", f"And {len(lines) - MOST_ROWS:,} more, in `{LINEAGE_NAME}`."]
-    )
-    head = [f"## {title}", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    return [*head, *lines[:MOST_ROWS], *more, ""]
+    lines = [f"## {title}", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    lines += of_rows[:MOST_ROWS]
+    if len(of_rows) > MOST_ROWS:
+        lines += ["", f"And {len(of_rows) - MOST_ROWS:,} more, in `{LINEAGE_NAME}`."]
+    lines.append("")
+    return lines
 
 
 def _calling(made: Mapping[str, Manifest]) -> list[str]:
@@ -276,17 +280,19 @@ def _calling(made: Mapping[str, Manifest]) -> list[str]:
         return []
     lines = ["## How to call it", ""]
     for mode in modes:
-        lines += [
-            f"{mode.trained}:",
-            "",
-            "```python",
-            mode.code,
-            "```",
-            "",
-            f"A server: `{mode.request}`",
-            "",
-        ]
-    return [*lines, *([warning_of(modes), ""] if warning_of(modes) else [])]
+        lines += [f"{mode.trained}:", "", "```python", mode.code, "```", ""]
+        lines += [f"A server: `{mode.request}`", ""]
+    if warning := warning_of(modes):
+        lines += [warning, ""]
+    return lines
+
+
+def _sources(ledger: Ledger | None) -> Rows:
+    if ledger is None:
+        return
+    for one in ledger.sources:
+        name = f"{one.name}, held out" if one.held_out else one.name
+        yield (name, count(one.rows), count(one.kept), count(one.supervised_tokens))
 
 
 def _files(made: Mapping[str, Manifest], kind: str) -> Rows:
@@ -302,13 +308,16 @@ def _files(made: Mapping[str, Manifest], kind: str) -> Rows:
 def _settings(made: Mapping[str, Manifest], train: Train, training: Training) -> Rows:
     """Yield the strategy, the settings in SHOWN, and all others that differ from their defaults."""
     yield ("strategy", f"{training.strategy} on {count(training.world_size, 'ranks')}")
-    for name in (each for each in SHOWN if each not in train.replaced_keys):
-        yield (name, str(getattr(train, name)))
+    for name in SHOWN:
+        if name not in train.replaced_keys:
+            yield (name, str(getattr(train, name)))
     for part in ("tokenize", "shard", "train"):
         settings = settings_in(made[part]) if part in made else {}
         for name, value in sorted(settings.items()):
-            if part != "train" or name not in SHOWN:
-                yield (f"{'model' if name == ROPE else part}.{name}", str(value))
+            if part == "train" and name in SHOWN:
+                continue
+            section = "model" if name == ROPE else part
+            yield (f"{section}.{name}", str(value))
 
 
 def _lineage(this: Ref, made: Mapping[str, Manifest]) -> Rows:
@@ -316,5 +325,6 @@ def _lineage(this: Ref, made: Mapping[str, Manifest]) -> Rows:
     for part, manifest in made.items():
         link = link_of(part, manifest)
         took = f"{link.started_at}, {seconds(link.duration_s)}"
-        where = ", ".join(filter(None, [link.machine, link.job and f"SLURM job {link.job}"]))
+        job = f"SLURM job {link.job}" if link.job else None
+        where = ", ".join(filter(None, [link.machine, job]))
         yield (part, link.stage, link.digest, took, code_text(link.versions), where)

@@ -46,16 +46,17 @@ class LineageLink:
 
 def chain(inputs: Mapping[str, Sealed]) -> list[LineageLink]:
     """Return the links of `inputs` (sealed directories by part), newest stage first."""
-    return [
-        link_of(
-            part, inputs[part].manifest, RunRecord.read(inputs[part].file(EVENTS_NAME)).attempts
-        )
-        for part in sorted(inputs, key=newest_first)
-    ]
+    links = []
+    for part in sorted(inputs, key=newest_first):
+        attempts = RunRecord.read(inputs[part].file(EVENTS_NAME)).attempts
+        links.append(link_of(part, inputs[part].manifest, attempts))
+    return links
 
 
 def link_of(part: str, manifest: Manifest, attempts: Sequence[Attempt] = ()) -> LineageLink:
     """Return the link that `manifest` describes; `attempts` are those of a training."""
+    jobs = [attempt.job for attempt in attempts]
+    jobs.append(manifest.job)
     return LineageLink(
         part=part,
         stage=manifest.stage,
@@ -67,10 +68,7 @@ def link_of(part: str, manifest: Manifest, attempts: Sequence[Attempt] = ()) -> 
         sources=sources_of(manifest),
         versions=manifest.versions,
         machine=manifest.machine or None,
-        job=", ".join(
-            dict.fromkeys(filter(None, [*(attempt.job for attempt in attempts), manifest.job]))
-        )
-        or None,
+        job=", ".join(dict.fromkeys(filter(None, jobs))) or None,
         started_at=manifest.started_at,
         duration_s=manifest.duration_s,
         restarts=sum(not attempt.is_completed for attempt in attempts[:-1]),
@@ -88,10 +86,10 @@ def sources_of(manifest: Manifest) -> list[str]:
     """Return the origin of a download and the SHA-256 of each file; empty for other stages."""
     if manifest.stage != "download":
         return []
-    return [
-        origin_of(manifest),
-        *(f"{name} sha256:{entry.sha256}" for name, entry in sorted(manifest.files.items())),
-    ]
+    sources = [origin_of(manifest)]
+    for name, entry in sorted(manifest.files.items()):
+        sources.append(f"{name} sha256:{entry.sha256}")
+    return sources
 
 
 def origin_of(manifest: Manifest) -> str:
@@ -100,16 +98,18 @@ def origin_of(manifest: Manifest) -> str:
     source = str(settings.get("source", "unknown"))
     if "name" in settings:
         return f"{source} {settings['name']}@{settings.get('revision', 'unknown')}"
-    made_by = {"tiny": "built by the pipeline", "pydoc": "made of the documentation of Python"}
-    if source in made_by:
+    if source == "tiny":
+        return "tiny: built by the pipeline"
+    if source == "pydoc":
         content = settings.get("content")
         python = content.get("python") if isinstance(content, dict) else None
-        return f"{source}: {made_by[source]}" + (
-            f" {python}" if python and source == "pydoc" else ""
-        )
-    return {"file": "files of the machine", "local": "a model folder of the machine"}.get(
-        source, source
-    )
+        version = f" {python}" if python else ""
+        return f"pydoc: made of the documentation of Python{version}"
+    if source == "file":
+        return "files of the machine"
+    if source == "local":
+        return "a model folder of the machine"
+    return source
 
 
 def attempt_text(attempt: Attempt) -> str:
@@ -123,12 +123,9 @@ def code_text(versions: Mapping[str, str]) -> str:
     commit = versions.get(CODE)
     if commit is None:
         return "unknown: not run from a git repository"
-    dirty = commit.endswith("-dirty")
-    return (
-        f"{commit.removesuffix('-dirty')}, with changes that were not committed"
-        if dirty
-        else commit
-    )
+    if commit.endswith("-dirty"):
+        return f"{commit.removesuffix('-dirty')}, with changes that were not committed"
+    return commit
 
 
 def newest_first(part: str) -> tuple[int, int]:
@@ -185,9 +182,9 @@ def lineage_of(inputs: Mapping[str, Sealed], store: Store, say: Say) -> Lineage:
     Links whose manifest is not in the store are left out and reported to `say`.
     """
     links: dict[str, ManifestEntry] = {}
-    waiting: list[tuple[str, Path, str | None]] = [
-        (part, inputs[part].path, None) for part in sorted(inputs, key=newest_first)
-    ]
+    waiting: list[tuple[str, Path, str | None]] = []
+    for part in sorted(inputs, key=newest_first):
+        waiting.append((part, inputs[part].path, None))
     asked_for = set(inputs)
     while waiting:
         part, path, wanted_sha256 = waiting.pop(0)
@@ -199,19 +196,18 @@ def lineage_of(inputs: Mapping[str, Sealed], store: Store, say: Say) -> Lineage:
         links[part] = _entry(path, wanted_sha256)
         for name in sorted(manifest.inputs.keys() - asked_for, key=newest_first):
             entry = manifest.inputs[name]
-            waiting.append(
-                (name, store.sealed(Ref(entry.stage, entry.digest)), entry.manifest_sha256)
-            )
+            sealed = store.sealed(Ref(entry.stage, entry.digest))
+            waiting.append((name, sealed, entry.manifest_sha256))
         asked_for |= manifest.inputs.keys()
     # Attempts without folder paths, and without the name of a machine that trained alone.
-    events = RunRecord.read(inputs["train"].file(EVENTS_NAME)).events
-    public = RunRecord(
-        [event if _has_public_nodes(event) else {**event, "nodes": None} for event in events]
-    )
-    attempts = [replace(attempt, end=_FOLDERS.sub("", attempt.end)) for attempt in public.attempts]
-    return Lineage(
-        links=links, attempts=attempts, base=base_folder(inputs["model"].manifest, store)
-    )
+    public = []
+    for event in RunRecord.read(inputs["train"].file(EVENTS_NAME)).events:
+        public.append(event if _has_public_nodes(event) else {**event, "nodes": None})
+    attempts = []
+    for attempt in RunRecord(public).attempts:
+        attempts.append(replace(attempt, end=_FOLDERS.sub("", attempt.end)))
+    base = base_folder(inputs["model"].manifest, store)
+    return Lineage(links=links, attempts=attempts, base=base)
 
 
 def _has_public_nodes(event: Mapping[str, Any]) -> bool:

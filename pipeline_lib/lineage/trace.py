@@ -124,10 +124,11 @@ def check(traced: Traced, record: Lineage | None, checks: Checks) -> Manifest | 
         )
     attempts: Sequence[Attempt] = ()
     if traced.part == "train":
-        folder = checks.store.sealed(traced.ref)
-        attempts = (
-            RunRecord.read(folder / EVENTS_NAME).attempts if record is None else record.attempts
-        )
+        if record is None:
+            folder = checks.store.sealed(traced.ref)
+            attempts = RunRecord.read(folder / EVENTS_NAME).attempts
+        else:
+            attempts = record.attempts
     describe(traced, manifest, attempts)
     if here is None:
         mark_recorded(traced)
@@ -231,12 +232,14 @@ def model_folder(path: Path) -> Path:
     """
     if not path.is_dir():
         raise DataError(f"{path}: no such folder; give a model folder, such as results/NAME/model")
-    for folder in (path, path.resolve().parent):
-        if (folder / MANIFEST_NAME).is_file() and (
-            folder == path or path.resolve().name == "adapter"
-        ):
-            return folder
-    hint = f"; {path / 'model'} is one" if (path / "model" / MANIFEST_NAME).is_file() else ""
+    if (path / MANIFEST_NAME).is_file():
+        return path
+    home = path.resolve()
+    if home.name == "adapter" and (home.parent / MANIFEST_NAME).is_file():
+        return home.parent
+    hint = ""
+    if (path / "model" / MANIFEST_NAME).is_file():
+        hint = f"; {path / 'model'} is one"
     raise DataError(f"{path}: not a model folder of this pipeline: it has no {MANIFEST_NAME}{hint}")
 
 
@@ -277,9 +280,8 @@ def trace(path: Path, store: Store, sizes_only: bool, say: Say) -> Traced:
     try:
         checks.verify(folder, manifest)
         record = read_lineage(folder)
-    except (
-        IntegrityError
-    ) as error:  # the folder may be a copy: the advice to delete it does not hold
+    except IntegrityError as error:
+        # The folder may be a copy: the advice to delete it does not hold.
         root.problems.append(str(error).rpartition("; delete ")[0] or str(error))
     above: _Merge | None = _Merge(root, manifest, record)
     for _ in range(MOST_BASES):
@@ -290,7 +292,8 @@ def trace(path: Path, store: Store, sizes_only: bool, say: Say) -> Traced:
             f"its base models go back further; only the first {MOST_BASES} are shown"
         )
     for traced in root.walk():
-        traced.state = DAMAGED if traced.problems else traced.state
+        if traced.problems:
+            traced.state = DAMAGED
     return root
 
 
@@ -325,7 +328,8 @@ def _attach_inputs(merge: _Merge, checks: Checks) -> _Merge | None:
                 elif seen[part].manifest_sha256 != wanted.manifest_sha256:
                     seen[part].notes.append(f"{above.part} read another making of it")
                 continue
-            seen[part] = traced = Traced(part, ref, wanted.manifest_sha256)
+            traced = Traced(part, ref, wanted.manifest_sha256)
+            seen[part] = traced
             above.inputs.append(traced)
             found = check(traced, merge.record, checks)
             if found is not None:
@@ -357,9 +361,8 @@ def _attach_base(
     except IntegrityError as error:
         traced.problems.append(str(error))
         return None
-    below = Traced(
-        "merge", Ref(manifest.stage, manifest.digest), sha256_text(json_text(base.manifest))
-    )
+    sha256 = sha256_text(json_text(base.manifest))
+    below = Traced("merge", Ref(manifest.stage, manifest.digest), sha256)
     traced.inputs.append(below)
     describe(below, manifest)
     below.problems += problems_of_spec(manifest)
@@ -419,25 +422,27 @@ def facts_of(
 ) -> Iterator[tuple[str, str]]:
     """Yield the facts of a link by name; of its versions only those that differ from `above`."""
     made = [link.started_at, f"in {seconds(link.duration_s)}"]
-    made += [f"on {link.machine}"] if link.machine else []
-    made += [f"in SLURM job {link.job}"] if link.job else []
+    if link.machine:
+        made.append(f"on {link.machine}")
+    if link.job:
+        made.append(f"in SLURM job {link.job}")
     yield "made", ", ".join(made)
     if not above or link.versions.get(CODE) != above.get(CODE):
         yield CODE, code_text(link.versions)
-    others = {
-        name: version
-        for name, version in link.versions.items()
-        if name != CODE and above.get(name) != version
-    }
+    others = []
+    for name, version in link.versions.items():
+        if name != CODE and above.get(name) != version:
+            others.append(f"{name} {version}")
     if others:
-        yield "versions", ", ".join(f"{name} {version}" for name, version in others.items())
-    left_out = _IN_ORIGIN if link.stage == "download" else frozenset()
-    if shown := {key: value for key, value in settings.items() if key not in left_out}:
-        texts = {
-            key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            for key, value in shown.items()
-        }
-        yield "settings", ", ".join(f"{key}: {text}" for key, text in texts.items())
+        yield "versions", ", ".join(others)
+    texts = []
+    for key, value in settings.items():
+        if link.stage == "download" and key in _IN_ORIGIN:
+            continue
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        texts.append(f"{key}: {text}")
+    if texts:
+        yield "settings", ", ".join(texts)
     for origin in link.sources[:1]:
         yield "source", origin
     for file in link.sources[1:]:
@@ -448,12 +453,11 @@ def facts_of(
 
 def _tree(traced: Traced, first: str, rest: str, above: Mapping[str, str]) -> Iterator[Text]:
     """Yield the lines of a link and those below; the first has prefix `first`, others `rest`."""
-    head = (
-        Text(first, "dim")
-        .append(one_line(f"{traced.part} {traced.ref.digest}"), "not dim bold")
-        .append("  ")
-    )
-    yield head.append(traced.state, STYLES.get(traced.state, "yellow"))
+    head = Text(first, "dim")
+    head.append(one_line(f"{traced.part} {traced.ref.digest}"), "not dim bold")
+    head.append("  ")
+    head.append(traced.state, STYLES.get(traced.state, "yellow"))
+    yield head
     bar = rest + ("│  " if traced.inputs else "   ")
     versions = dict(above)
     if traced.link is not None:
@@ -466,13 +470,10 @@ def _tree(traced: Traced, first: str, rest: str, above: Mapping[str, str]) -> It
     for problem in traced.problems:
         yield Text(bar, "dim").append(one_line(problem), "bold red")
     for below in traced.inputs:
-        is_last = below is traced.inputs[-1]
-        yield from _tree(
-            below,
-            rest + ("└─ " if is_last else "├─ "),
-            rest + ("   " if is_last else "│  "),
-            versions,
-        )
+        if below is traced.inputs[-1]:
+            yield from _tree(below, f"{rest}└─ ", f"{rest}   ", versions)
+        else:
+            yield from _tree(below, f"{rest}├─ ", f"{rest}│  ", versions)
 
 
 def _fact(name: str, text: str) -> str:
@@ -483,10 +484,11 @@ def _object(traced: Traced) -> dict[str, Any]:
     link = traced.link
     known: dict[str, Any] = {}
     if link is not None:
-        attempts = [
-            {name: value for name, value in vars(one).items() if name != "job"}
-            for one in link.attempts
-        ]
+        attempts = []
+        for one in link.attempts:
+            attempt = dict(vars(one))
+            del attempt["job"]
+            attempts.append(attempt)
         known = {
             "settings": dict(traced.settings),
             "sources": link.sources,

@@ -163,14 +163,14 @@ def tick_format(digits: str, zeros: str) -> Any:
 
 def short_names(names: Sequence[str]) -> list[str]:
     """Return names shortened to fit an axis, numbered where two would be the same."""
-    short = [
-        name if len(name) <= MAX_NAME_CHARS else f"...{name[3 - MAX_NAME_CHARS :]}"
-        for name in names
-    ]
-    return [
-        f"{index}: {name}" if short.count(name) > 1 else name
-        for index, name in enumerate(short, start=1)
-    ]
+    short = []
+    for name in names:
+        is_short = len(name) <= MAX_NAME_CHARS
+        short.append(name if is_short else f"...{name[3 - MAX_NAME_CHARS :]}")
+    numbered = []
+    for index, name in enumerate(short, start=1):
+        numbered.append(f"{index}: {name}" if short.count(name) > 1 else name)
+    return numbered
 
 
 # Rendering of pages: one HTML file that needs no network. Model output, user data and file names

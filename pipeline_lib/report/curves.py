@@ -49,10 +49,9 @@ def curves_of(steps: Sequence[Step], max_points: int = MAX_POINTS) -> Curves:
     width = max(1, math.ceil(len(steps) / max_points))
     starts = np.arange(0, len(steps), width)
     half_life = max(1, len(steps) // 50)
-    raw = {
-        name: np.array([getattr(step, name) for step in steps], dtype=np.float64)
-        for name in COLUMNS
-    }
+    raw = {}
+    for name in COLUMNS:
+        raw[name] = np.array([getattr(step, name) for step in steps], dtype=np.float64)
     numbers = np.array([step.step for step in steps], dtype=np.int64)
     last = np.minimum(starts + width - 1, len(steps) - 1)
     return Curves(
@@ -71,10 +70,12 @@ def curves_csv(curves: Curves) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("step", *COLUMNS))
-    for step, *values in zip(
-        curves.step, *(getattr(curves, name) for name in COLUMNS), strict=True
-    ):
-        writer.writerow((step, *("" if math.isnan(value) else f"{value:.7g}" for value in values)))
+    columns = [getattr(curves, name) for name in COLUMNS]
+    for step, *values in zip(curves.step, *columns, strict=True):
+        row = [str(step)]
+        for value in values:
+            row.append("" if math.isnan(value) else f"{value:.7g}")
+        writer.writerow(row)
     return text.getvalue()
 
 

@@ -76,21 +76,18 @@ class Results:
     @property
     def _started(self) -> set[int]:
         """The attempts that are known."""
-        started = {
-            number
-            for event in self.record.events
-            if isinstance(number := event.get("attempt"), int)
-        }
-        return started | {step.attempt for step in self.steps}
+        started = {step.attempt for step in self.steps}
+        for event in self.record.events:
+            attempt = event.get("attempt")
+            if isinstance(attempt, int):
+                started.add(attempt)
+        return started
 
     @property
     def _continued(self) -> set[int]:
         """The attempts that continue one that came to the step at which it was to end."""
-        return {
-            after
-            for before, after in pairwise(sorted(self._started))
-            if before in self.record.completed
-        }
+        completed = self.record.completed
+        return {after for before, after in pairwise(sorted(self._started)) if before in completed}
 
     @property
     def scores(self) -> Scores | None:
@@ -127,8 +124,9 @@ class Results:
     @property
     def peak_memory_bytes(self) -> float | None:
         """The largest peak memory that a training step reported, of any rank."""
-        of_first = [step.peak_memory_bytes for step in self.steps]
-        return max([*of_first, *self.rank_use.peak_memory_bytes], default=None)
+        peaks: list[float] = [step.peak_memory_bytes for step in self.steps]  # of the first rank
+        peaks += self.rank_use.peak_memory_bytes
+        return max(peaks, default=None)
 
     @property
     def rank_use(self) -> RankUse:
@@ -173,18 +171,17 @@ class ReportFacts(Results):
     @property
     def validations(self) -> dict[int, float]:
         """The loss on the held-out blocks by the step after which it was measured, if finite."""
-        return {
-            step.step: step.validation_loss
-            for step in self.steps
-            if step.validation_loss is not None and math.isfinite(step.validation_loss)
-        }
+        losses = {}
+        for step in self.steps:
+            if step.validation_loss is not None and math.isfinite(step.validation_loss):
+                losses[step.step] = step.validation_loss
+        return losses
 
     @property
     def has_lost_best(self) -> bool:
         """Whether the result should be the best step and is not, as its checkpoint was damaged."""
-        return self.training.has_lost_best(
-            bool(settings_in(self.manifests["train"]).get("keep_best"))
-        )
+        settings = settings_in(self.manifests["train"])
+        return self.training.has_lost_best(bool(settings.get("keep_best")))
 
     @property
     def planned_steps(self) -> list[Step]:

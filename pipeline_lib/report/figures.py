@@ -1,5 +1,7 @@
 """The figures of data and evaluation, and the list of all figures by element id."""
 
+from itertools import cycle
+
 from bokeh.models import ColumnDataSource, NumeralTickFormatter
 
 from pipeline_lib.core import units
@@ -59,22 +61,13 @@ def ledger_figure(ledger: Ledger) -> Chart | None:
     by_source = [_fates(source) for source in sources]
     parts = []
     for kind, palette in FATE_COLOURS.items():
-        fates = dict.fromkeys(
-            fate
-            for each in by_source
-            for (of, fate), number in each.items()
-            if number and of == kind
-        )
-        for turn, fate in enumerate(fates):
+        fates: dict[str, None] = {}
+        for each in by_source:
+            fates |= {fate: None for (of, fate), number in each.items() if number and of == kind}
+        for fate, colour in zip(fates, cycle(palette), strict=False):
             numbers = [each.get((kind, fate), 0) for each in by_source]
-            parts.append(
-                BarSeries(
-                    fate,
-                    palette[turn % len(palette)],
-                    numbers,
-                    "rows" if fate[0] == "r" else "samples",
-                )
-            )
+            unit = "rows" if fate.startswith("rows") else "samples"
+            parts.append(BarSeries(fate, colour, numbers, unit))
     if not parts:
         return None
     return stacked_bars(
@@ -143,8 +136,9 @@ def scores_figure(scores: Scores | None) -> Chart | None:
         ("95%", "@low{0.0000} to @high{0.0000}"),
     )
     add_hover(plot, bars, tips)
-    is_known = any(one.standard_error for one in estimates.values() if one)
-    return Chart(plot, ((RED, "interval of 95%"),) if is_known else ())
+    if any(one.standard_error for one in estimates.values() if one):
+        return Chart(plot, ((RED, "interval of 95%"),))
+    return Chart(plot)
 
 
 def _fates(source: Source) -> dict[tuple[str, str], int]:
@@ -157,10 +151,8 @@ def _fates(source: Source) -> dict[tuple[str, str], int]:
         ("kept", "kept, pieces of longer ones"): pieces,
         ("rows dropped", "rows dropped: duplicates"): source.duplicates_dropped,
     }
-    fates |= {
-        ("dropped", f"dropped: {reason}"): number for reason, number in source.dropped.items()
-    }
-    quarantined = {
-        f"rows quarantined: {reason}": number for reason, number in source.quarantined.items()
-    }
-    return fates | {("rows quarantined", name): number for name, number in quarantined.items()}
+    for reason, number in source.dropped.items():
+        fates["dropped", f"dropped: {reason}"] = number
+    for reason, number in source.quarantined.items():
+        fates["rows quarantined", f"rows quarantined: {reason}"] = number
+    return fates

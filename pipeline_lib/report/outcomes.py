@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,11 +67,12 @@ class Outcome:
     @property
     def order(self) -> tuple[Any, ...]:
         """The sort key: experiments that got further first, then those with the lower loss."""
-        rung_loss, loss = (
-            math.inf if loss is None else loss for loss in (self.rung_loss, self.eval_loss)
-        )
-        by_rung = (-(self.rung or 0), rung_loss) if self.state == _STOPPED else ()
-        return _ORDER.index(self.state), *by_rung, loss, self.name
+        place = _ORDER.index(self.state)
+        loss = math.inf if self.eval_loss is None else self.eval_loss
+        if self.state != _STOPPED:
+            return place, loss, self.name
+        rung_loss = math.inf if self.rung_loss is None else self.rung_loss
+        return place, -(self.rung or 0), rung_loss, loss, self.name
 
 
 def outcomes(dag: Dag, since_s: float = math.inf, logs: Path = LOGS) -> list[Outcome]:
@@ -90,19 +92,23 @@ def outcomes_of(
     """Return the same as `outcomes`, of experiments with the sweeps that they belong to."""
     dags = {id(dag): dag for dag, _ in opened}
     rungs = {key: last_decisions(dag.decisions()) for key, dag in dags.items()}
-    found = (_outcome(dag, one, rungs[id(dag)], since_s, logs) for dag, one in opened)
+    found = [_outcome(dag, one, rungs[id(dag)], since_s, logs) for dag, one in opened]
     return sorted(found, key=lambda one: one.order)
 
 
 def outcome_table(found: Sequence[Outcome]) -> str:
     """Return a table of the outcomes, and the number of experiments in each state."""
-    head = ("experiment", "state", "at a rung", "final loss", "held-out loss", "log")
-    rows = [head, *(one.cells for one in found)]
+    rows: list[tuple[str, ...]] = [
+        ("experiment", "state", "at a rung", "final loss", "held-out loss", "log")
+    ]
+    rows += [one.cells for one in found]
     if all(one.rung is None for one in found):
-        rows = [(*row[:2], *row[3:]) for row in rows]
-    counts = {state: sum(one.state == state for one in found) for state in _ORDER}
-    states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    return "\n".join([*units.columns(rows), f"{units.count(len(found), 'experiments')}: {states}"])
+        rows = [row[:2] + row[3:] for row in rows]
+    counts = Counter(one.state for one in found)
+    states = ", ".join(f"{counts[state]} {state}" for state in _ORDER if counts[state])
+    lines = units.columns(rows)
+    lines.append(f"{units.count(len(found), 'experiments')}: {states}")
+    return "\n".join(lines)
 
 
 def note_begin(logs: Path = LOGS) -> None:
@@ -148,7 +154,8 @@ def _outcome(
     store = dag.store
     training = experiment.ref("train").digest
     rung, judged = rungs.get(training, (None, None))
-    step, loss = (rung.step, judged.loss) if rung and judged else (None, None)
+    step = rung.step if rung else None
+    loss = judged.loss if judged else None
     if store.is_sealed(experiment.ref("report")):
         return Outcome(
             name,

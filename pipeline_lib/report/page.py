@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -48,6 +48,13 @@ def render(facts: ReportFacts, curves: Curves) -> str:
     percentiles = sorted(ledger.length_percentiles.items(), key=lambda item: item[1])
     percentiles_text = ", ".join(f"{name} {units.count(value)}" for name, value in percentiles)
     total = ledger.total
+    by_source = []
+    if scores is not None:
+        for score in scores.by_source:
+            by_source.append({"score": score, "losses": _interval(score.tuned)})
+    links = []
+    for link in facts.links:
+        links.append(vars(link) | {"versions": _versions_text(link.versions)})
     values = {
         "facts": facts,
         "curves": curves,
@@ -59,19 +66,14 @@ def render(facts: ReportFacts, curves: Curves) -> str:
         "tuned_margin": "" if tuned is None else f"\u00b1 {units.real(tuned.high - tuned.value)}",
         "scores_rows": _score_rows(scores) if scores else [],
         "total": replace(total, name=f"All {len(ledger.sources)} sources", format=""),
-        "sources_rows": [
-            {"score": score, "losses": _interval(score.tuned)}
-            for score in (scores.by_source if scores else ())
-        ],
+        "sources_rows": by_source,
         "percentiles": f"Percentiles: {percentiles_text} tokens." if percentiles_text else "",
         "call_warning": warning_of(facts.modes),
         "repetition": repetition(
             total.conversations, total.kept, total.tokens, total.repeated_tokens
         ),
         "times": _time_rows(facts),
-        "links": [
-            {**vars(link), "versions": _versions_text(link.versions)} for link in facts.links
-        ],
+        "links": links,
         "losses": _loss_rows(facts),
         "unread": _unread_rows(facts),
         "ranks": _rank_rows(facts),
@@ -93,8 +95,9 @@ def _memory_of(plan: PlanDocument | None) -> str:
         return "of a rank"
     if not plan.cluster.is_gpu:
         return "of a rank's process while training"
-    has = plan.gpu_memory_bytes
-    return f"of a rank, of {units.gib(has)} on its GPU" if has else "of a rank"
+    if not plan.gpu_memory_bytes:
+        return "of a rank"
+    return f"of a rank, of {units.gib(plan.gpu_memory_bytes)} on its GPU"
 
 
 def _cost(facts: ReportFacts) -> dict[str, str]:
@@ -119,9 +122,9 @@ def _cost(facts: ReportFacts) -> dict[str, str]:
     way = facts.plan.prediction if facts.plan else None
     if way is not None and way.gpu_hours is not None:
         planned = way.gpu_hours
-        low, value, high = (
-            units.rounded(one) for one in (planned.low, planned.value, planned.high)
-        )
+        low = units.rounded(planned.low)
+        value = units.rounded(planned.value)
+        high = units.rounded(planned.high)
         beside += f". The plan predicted {value} for the steps ({low} to {high})"
     return {"amount": hours, "beside": f"{beside}."}
 
@@ -137,7 +140,8 @@ def _score_rows(scores: Scores) -> list[dict[str, Any]]:
         one = estimate_of(score) if isinstance(score, Score) else None
         perplexities = ""  # empty where the standard error is not known
         if one is not None:
-            low, high = (math.exp(min(end, _MAX_EXPONENT)) for end in (one.low, one.high))
+            low = math.exp(min(one.low, _MAX_EXPONENT))
+            high = math.exp(min(one.high, _MAX_EXPONENT))
             perplexities = f"{units.rounded(low)} to {units.rounded(high)}"
         rows.append(
             {"name": name, "score": score, "losses": _ends(one), "perplexities": perplexities}
@@ -210,51 +214,67 @@ def _way_rows(plan: PlanDocument | None) -> list[dict[str, Any]]:
 
 def _loss_rows(facts: ReportFacts) -> list[dict[str, Any]]:
     """Return the unused rows and samples by source and reason, the largest numbers first."""
-    rows = [
-        {"source": source.name, "fate": fate, "reason": reason, "number": number, "unit": unit}
-        for source in facts.ledger.sources
-        for fate, unit, reasons in (
-            ("quarantined", "rows", source.quarantined),
-            ("dropped", "rows", {"duplicates": source.duplicates_dropped}),
-            ("dropped", "samples", source.dropped),
-        )
-        for reason, number in reasons.items()
-        if number
-    ]
+    rows: list[dict[str, Any]] = []
+    for source in facts.ledger.sources:
+        duplicates = {"duplicates": source.duplicates_dropped}
+        rows += _losses_of(source.name, "quarantined", "rows", source.quarantined)
+        rows += _losses_of(source.name, "dropped", "rows", duplicates)
+        rows += _losses_of(source.name, "dropped", "samples", source.dropped)
     return sorted(rows, key=lambda row: -row["number"])
+
+
+def _losses_of(
+    source: str, fate: str, unit: str, by_reason: Mapping[str, int]
+) -> Iterator[dict[str, Any]]:
+    for reason, number in by_reason.items():
+        if number:
+            yield {
+                "source": source,
+                "fate": fate,
+                "reason": reason,
+                "number": number,
+                "unit": unit,
+            }
 
 
 def _unread_rows(facts: ReportFacts) -> list[dict[str, str]]:
     """Return the unread columns and keys by file, those with the largest counts first."""
     rows = []
-    for file in (file for source in facts.ledger.sources for file in source.files):
-        keys = sorted(file.unread.items(), key=lambda item: -item[1])
-        named = [f"{name} {units.count(number)}" for name, number in keys]
-        others = [f"further keys {units.count(file.unread_others)}"] if file.unread_others else []
-        if named:
-            rows.append({"file": file.name, "keys": ", ".join([*named, *others])})
+    for source in facts.ledger.sources:
+        for file in source.files:
+            if not file.unread:
+                continue
+            keys = sorted(file.unread.items(), key=lambda item: -item[1])
+            counts = [f"{name} {units.count(number)}" for name, number in keys]
+            if file.unread_others:
+                counts.append(f"further keys {units.count(file.unread_others)}")
+            rows.append({"file": file.name, "keys": ", ".join(counts)})
     return rows
 
 
 def _event_rows(facts: ReportFacts) -> list[dict[str, Any]]:
     """Return every event but step.begin and step.end, with its time since the first, as text."""
-    named = [
-        event
-        for event in facts.record.events
-        if event.get("event") not in (EventName.STEP_BEGIN, EventName.STEP_END)
-    ]
-    start = next((event["at"] for event in named if isinstance(event.get("at"), (int, float))), 0.0)
     known = {"at", "monotonic_s", "event"}
-    return [
-        {
-            "after_s": event["at"] - start if isinstance(event.get("at"), (int, float)) else None,
-            "name": str(event.get("event", "unnamed")),
-            "fields": ", ".join(
-                _field_text(key, value) for key, value in event.items() if key not in known
-            ),
-        }
-        for event in named
-    ]
+    start: float | None = None
+    rows = []
+    for event in facts.record.events:
+        if event.get("event") in (EventName.STEP_BEGIN, EventName.STEP_END):
+            continue
+        after_s = None
+        at = event.get("at")
+        if isinstance(at, (int, float)):
+            if start is None:
+                start = at
+            after_s = at - start
+        fields = [_field_text(key, value) for key, value in event.items() if key not in known]
+        rows.append(
+            {
+                "after_s": after_s,
+                "name": str(event.get("event", "unnamed")),
+                "fields": ", ".join(fields),
+            }
+        )
+    return rows
 
 
 def _field_text(key: str, value: Any) -> str:

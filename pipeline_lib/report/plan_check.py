@@ -94,21 +94,16 @@ def comparison(
         return []
     others = attempts_elsewhere(plan, record)
     here = steps_here(plan, steps, record)
-    saved = [
-        event
-        for event in record.named(EventName.CHECKPOINT_SAVED)
-        if event.get("attempt") not in others
-    ]
-    measured = {
-        **medians(here),
-        **_memory(plan, here),
-        **_network(way, here),
-        **({} if others else _run(plan, training, here)),
-        "checkpoint_bytes": median(event.get("bytes") for event in saved),
-        "checkpoint_s": median(event.get("duration_s") for event in saved),
-    }
-    speed = measured.pop("tokens_per_s", None)
-    measured["tokens_per_s_per_rank"] = speed / plan.cluster.ranks if speed is not None else None
+    every_save = record.named(EventName.CHECKPOINT_SAVED)
+    saved = [event for event in every_save if event.get("attempt") not in others]
+    measured = medians(here) | _memory(plan, here) | _network(way, here)
+    if not others:
+        measured |= _run(plan, training, here)
+    measured["checkpoint_bytes"] = median(event.get("bytes") for event in saved)
+    measured["checkpoint_s"] = median(event.get("duration_s") for event in saved)
+    speed = measured["tokens_per_s"]
+    if speed is not None:
+        measured["tokens_per_s_per_rank"] = speed / plan.cluster.ranks
     compared = []
     for key, (name, unit) in FIGURES.items():
         band = _band(way, key)
@@ -124,7 +119,8 @@ def verdict(compared: Sequence[Compared]) -> str:
     outside = [one for one in judged if not one.within]
     text = f"{tally(compared)}."
     if outside:
-        text += f" Outside: {'; '.join(f'{one.name}, {beyond(one)} the band' for one in outside)}."
+        distances = [f"{one.name}, {beyond(one)} the band" for one in outside]
+        text += f" Outside: {'; '.join(distances)}."
     if len(judged) < len(compared):
         text += f" Bands wider than a factor of {_WIDEST} are not judged; "
         text += "`qwen3 calibrate CONFIG` narrows them."
@@ -137,18 +133,18 @@ def tally(compared: Sequence[Compared]) -> str:
     others = len(compared) - len(judged)
     if not judged:
         return f"{units.count(others, 'figures')} not judged"
-    are_within = (
-        "figure is within its band" if len(judged) == 1 else "figures are within their bands"
-    )
-    text = f"{sum(one.within for one in judged)} of {len(judged)} {are_within}"
-    return f"{text}, {others} not judged" if others else text
+    text = f"{sum(one.within for one in judged)} of {len(judged)} "
+    text += "figure is within its band" if len(judged) == 1 else "figures are within their bands"
+    if others:
+        text += f", {others} not judged"
+    return text
 
 
 def unjudged(one: Compared) -> str:
     """Return the reason why a figure is not judged."""
-    return "not judged: " + (
-        f"a band of a factor of {one.high / one.low:,.0f}" if one.low > 0 else "a band from zero"
-    )
+    if one.low <= 0:
+        return "not judged: a band from zero"
+    return f"not judged: a band of a factor of {one.high / one.low:,.0f}"
 
 
 def beyond(one: Compared) -> str:
@@ -167,11 +163,8 @@ def settled(steps: Sequence[Step]) -> list[Step]:
     found = []
     for step in steps:
         seen[step.attempt] += 1
-        if (
-            seen[step.attempt] > SETTLING_STEPS
-            and step.verdict is None
-            and step.profile_compute_s is None
-        ):
+        is_usual = step.verdict is None and step.profile_compute_s is None
+        if is_usual and seen[step.attempt] > SETTLING_STEPS:
             found.append(step)
     return found
 
@@ -194,15 +187,15 @@ def attempts_elsewhere(plan: PlanDocument, record: RunRecord) -> set[int]:
 
     A field that an event of an earlier version does not have counts as equal.
     """
-    placed = vars(plan.prediction.changes) if plan.prediction else {}
-    expected = {**placed, "world_size": plan.cluster.ranks, "strategy": plan.chosen.strategy}
-    return {
-        attempt
-        for attempt, event in record.starts.items()
-        if any(
-            value is not None and event.get(key, value) != value for key, value in expected.items()
-        )
-    }
+    expected: dict[str, Any] = {"world_size": plan.cluster.ranks, "strategy": plan.chosen.strategy}
+    if plan.prediction is not None:
+        expected = vars(plan.prediction.changes) | expected
+    known = {key: value for key, value in expected.items() if value is not None}
+    others = set()
+    for attempt, event in record.starts.items():
+        if any(event.get(key, value) != value for key, value in known.items()):
+            others.add(attempt)
+    return others
 
 
 def _band(way: PlannedWay, key: str) -> Figure | None:
@@ -233,7 +226,9 @@ def _memory(plan: PlanDocument, steps: Sequence[Step]) -> dict[str, float | None
 def _network(way: PlannedWay, steps: Sequence[Step]) -> dict[str, float | None]:
     sent = median(step.node_sent_bytes for step in settled(steps))
     expected = way.network_bytes.value
-    return {"network_bytes": sent if sent and expected and sent >= _SEEN * expected else None}
+    if not sent or not expected or sent < _SEEN * expected:
+        return {}
+    return {"network_bytes": sent}
 
 
 def _run(plan: PlanDocument, training: Training, steps: Sequence[Step]) -> dict[str, float | None]:
@@ -253,9 +248,8 @@ def median(values: Any) -> float | None:
 
 def _known(reduce: Callable[[list[float]], float], values: Any) -> float | None:
     """Return `reduce` of the numbers among `values`; None if there are none."""
-    found = [
-        float(value)
-        for value in values
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    ]
+    found = []
+    for value in values:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            found.append(float(value))
     return float(reduce(found)) if found else None

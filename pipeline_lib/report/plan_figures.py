@@ -1,6 +1,7 @@
 """The plan's figures: memory by strategy, a step's time by cause, and the step's timeline."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain, cycle
 
 from bokeh.models import ColumnDataSource, NumeralTickFormatter
 from bokeh.models.annotations import Span
@@ -69,31 +70,24 @@ def memory_figure(plan: PlanDocument | None) -> Chart | None:
     ordered = sorted(plan.memory, key=lambda name: name != chosen)
     names = short_names([f"{name}, chosen" if name == chosen else name for name in ordered])
     by_part = [_parts_of(plan.memory[name], plan.cluster.is_gpu) for name in ordered]
-    used = [part for part in MEMORY_COLOURS if any(parts.get(part) for parts in by_part)]
     longest = max(sum(parts.values()) for parts in by_part)
     scale, unit = (GIB, "GiB") if longest >= GIB else (MIB, "MiB")
-    bars = [
-        BarSeries(
-            PART_NAMES.get(part, part),
-            MEMORY_COLOURS[part],
-            [parts.get(part, 0) / scale for parts in by_part],
-            unit,
-        )
-        for part in used
-    ]
+    bars = []
+    for part, colour in MEMORY_COLOURS.items():
+        values = [parts.get(part, 0) / scale for parts in by_part]
+        if any(values):
+            bars.append(BarSeries(PART_NAMES.get(part, part), colour, values, unit))
     if not bars:
         return None
-    drawn = limit is not None and limit < _FAR * longest
     label = f"memory of one rank ({unit})"
-    chart = stacked_bars(
-        names, bars, label, "0,0.00", reach=limit / scale if limit and drawn else 0.0
-    )
-    if not limit or not drawn:
-        return chart
+    if not limit or limit >= _FAR * longest:
+        return stacked_bars(names, bars, label, "0,0.00")
+    chart = stacked_bars(names, bars, label, "0,0.00", reach=limit / scale)
     chart.plot.add_layout(
         Span(location=limit / scale, dimension="height", line_color=RED, line_width=2)
     )
-    return Chart(chart.plot, (*chart.legend, (RED, f"the GPU has {units.gib(limit)}")))
+    of_gpu = (RED, f"the GPU has {units.gib(limit)}")
+    return Chart(chart.plot, (*chart.legend, of_gpu))
 
 
 def phases_figure(plan: PlanDocument | None, measured: Mapping[str, float | None]) -> Chart | None:
@@ -103,32 +97,30 @@ def phases_figure(plan: PlanDocument | None, measured: Mapping[str, float | None
         return None
     by_cause = {name: value for name, value in predicted.parts.items() if value > 0}
     phases = {
-        name: getattr(predicted, f"{name}_s").value for name in ("forward", "backward", "update")
+        "forward": predicted.forward_s.value,
+        "backward": predicted.backward_s.value,
+        "update": predicted.update_s.value,
     }
+    of_phases = {name: measured.get(f"{name}_s") for name in phases}
+    by_phase = _with_rest(of_phases, measured.get("step_s"))
+    if measured.get("step_s"):
+        by_phase["data"] = measured.get("data_wait_s") or 0.0
     bars = {
         "predicted, by cause": by_cause,
         "predicted, by phase": _with_rest(phases, predicted.step_s.value),
-        "measured, by phase": _with_rest(
-            {name: measured.get(f"{name}_s") for name in phases}, measured.get("step_s")
-        )
-        | ({"data": measured.get("data_wait_s") or 0.0} if measured.get("step_s") else {}),
+        "measured, by phase": by_phase,
     }
     bars = {name: parts for name, parts in bars.items() if sum(parts.values()) > 0}
     if not by_cause or not bars:
         return None
     scale, unit = _time_scale(max(sum(parts.values()) for parts in bars.values()))
-    known = (*STEP_COLOURS, *(name for name in by_cause if name not in STEP_COLOURS))
-    parts = [
-        BarSeries(
-            STEP_NAMES.get(name, name),
-            STEP_COLOURS.get(name, GREY),
-            [bar.get(name, 0.0) / scale for bar in bars.values()],
-            unit,
-        )
-        for name in known
-        if any(bar.get(name) for bar in bars.values())
-    ]
-    return stacked_bars(list(bars), parts, f"time of one optimizer step ({unit})", "0,0.0[00]")
+    series = []
+    for name in dict.fromkeys(chain(STEP_COLOURS, by_cause)):
+        values = [parts.get(name, 0.0) / scale for parts in bars.values()]
+        if any(values):
+            colour = STEP_COLOURS.get(name, GREY)
+            series.append(BarSeries(STEP_NAMES.get(name, name), colour, values, unit))
+    return stacked_bars(list(bars), series, f"time of one optimizer step ({unit})", "0,0.0[00]")
 
 
 def timeline_figure(plan: PlanDocument | None) -> Chart | None:
@@ -151,9 +143,8 @@ def timeline_figure(plan: PlanDocument | None) -> Chart | None:
     colours = _colours_of(segments)
     for name, colour in colours.items():
         mine = [one for one in segments if one.name == name and one.lane in lanes]
-        starts, lengths = (
-            [getattr(one, field) / scale for one in mine] for field in ("start_s", "duration_s")
-        )
+        starts = [one.start_s / scale for one in mine]
+        lengths = [one.duration_s / scale for one in mine]
         columns = {
             "lane": [PART_NAMES.get(one.lane, one.lane) for one in mine],
             "name": [name] * len(mine),
@@ -170,12 +161,9 @@ def timeline_figure(plan: PlanDocument | None) -> Chart | None:
             line_width=0,
             source=ColumnDataSource(columns),
         )
+        length = f"@length{{0,0.0[00]}} {unit}"
         time = f"@left{{0,0.0[00]}} to @right{{0,0.0[00]}} {unit}"
-        add_hover(
-            plot,
-            bars,
-            (("", "@lane"), ("", "@name"), ("", f"@length{{0,0.0[00]}} {unit}"), ("", time)),
-        )
+        add_hover(plot, bars, (("", "@lane"), ("", "@name"), ("", length), ("", time)))
     return Chart(plot, tuple((colour, name) for name, colour in colours.items()))
 
 
@@ -195,12 +183,12 @@ def _with_rest(phases: Mapping[str, float | None], step_s: float | None) -> dict
 
 def _colours_of(segments: Sequence[Segment]) -> dict[str, str]:
     """Return the colour of each segment name: phases as in phases_figure, exchanges in rotation."""
-    names = list(dict.fromkeys(one.name for one in segments))
-    others = [name for name in names if name not in STEP_COLOURS]
-    in_turns = {
-        name: EXCHANGE_COLOURS[turn % len(EXCHANGE_COLOURS)] for turn, name in enumerate(others)
-    }
-    return {name: STEP_COLOURS.get(name) or in_turns[name] for name in names}
+    in_turns = cycle(EXCHANGE_COLOURS)
+    colours: dict[str, str] = {}
+    for one in segments:
+        if one.name not in colours:
+            colours[one.name] = STEP_COLOURS.get(one.name) or next(in_turns)
+    return colours
 
 
 def _time_scale(longest_s: float) -> tuple[float, str]:

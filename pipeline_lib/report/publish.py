@@ -37,10 +37,11 @@ NOTABLE = 0.02  # of the time of all stages
 # Every path that `publish` and `record` write or remove and that git may track; git ignores the
 # model itself.
 FOR_GIT = (
-    *(
-        CURRENT / name
-        for name in ("config.yaml", "metrics.json", "curves.csv", f"{MODEL_NAME}.dvc", ".gitignore")
-    ),
+    CURRENT / "config.yaml",
+    CURRENT / "metrics.json",
+    CURRENT / "curves.csv",
+    CURRENT / f"{MODEL_NAME}.dvc",
+    CURRENT / ".gitignore",
     Path("dvc.lock"),  # DVC updates it with every record
 )
 
@@ -87,11 +88,9 @@ def resolved(config: Config) -> dict[str, Any]:
 
     It compiles to the same stages.
     """
-    left = (
-        set(CHOSEN_KEYS) - set(held_keys(config.train))
-        if config.train.strategy == "auto"
-        else set()
-    )
+    left = set[str]()
+    if config.train.strategy == "auto":
+        left = set(CHOSEN_KEYS) - set(held_keys(config.train))
     idle = {"validation_fraction"} if config.data.validation else set()
     return as_in_a_file(
         config.model_dump(mode="json", exclude_none=True, exclude={"train": left, "data": idle})
@@ -150,9 +149,8 @@ def _program() -> str:
 def summary_table(experiment: Experiment, store: Store) -> Table:
     """Return a table of base and tuned losses, tokens, speed, and seconds of each stage."""
     parts = [part for part in experiment.specs if part not in ("plan", "report")]
-    facts = read_facts(
-        experiment.name, {part: open_sealed(experiment.ref(part), store) for part in parts}
-    )
+    inputs = {part: open_sealed(experiment.ref(part), store) for part in parts}
+    facts = read_facts(experiment.name, inputs)
     scores = facts.scores
     training = facts.training
     table = Table(
@@ -179,9 +177,9 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
     all_s = 0.0
     for part, spec in experiment.specs.items():
         manifest = read_manifest(store.sealed(spec.ref))
-        spans = [span for span in facts.spans if span.part == part] or [
-            Span(part, "", manifest.duration_s)
-        ]
+        spans = [span for span in facts.spans if span.part == part]
+        if not spans:
+            spans = [Span(part, "", manifest.duration_s)]
         took_s = sum(span.duration_s for span in spans)
         all_s += took_s
         table.add_row(part, units.seconds(took_s))

@@ -83,10 +83,11 @@ def record(
         published = publish(experiment, store)
         added = _add_model(experiment, store, say) if with_model else []
         published |= {path: path.read_text(encoding="utf-8") for path in added}
-        include = [
-            argument for path in published for argument in ("--include-untracked", str(path))
-        ]
-        options = [f"--name={name}", "--json", *(["--force"] if force else []), *include]
+        options = [f"--name={name}", "--json"]
+        if force:
+            options.append("--force")
+        for path in published:
+            options += ["--include-untracked", str(path)]
         output = _dvc("exp", "save", *options, what=f"record {name!r}")
         try:
             commit = str(json.loads(output[output.index("{") :])["ref"])
@@ -104,10 +105,8 @@ def record(
             commit = _with_config(commit, config_text)
             for ref in refs:
                 _git("update-ref", ref, commit, saved)
-        if any(
-            _git("show", f"{commit}:./{path.as_posix()}") != text
-            for path, text in published.items()
-        ):
+        saved_texts = {path: _git("show", f"{commit}:./{path.as_posix()}") for path in published}
+        if saved_texts != published:
             for ref in refs:
                 _git("update-ref", "-d", ref)
             raise PipelineError(
@@ -156,12 +155,8 @@ def _has_remote() -> bool:
 
 def _git(*arguments: str, text: str = "", **environment: str) -> str:
     """Return git's output for the input `text` with variables `environment`; empty if it fails."""
-    command = [
-        "env",
-        *(f"{name}={value}" for name, value in environment.items()),
-        "git",
-        *arguments,
-    ]
+    variables = [f"{name}={value}" for name, value in environment.items()]
+    command = ["env", *variables, "git", *arguments]
     done = subprocess.run(
         command, input=text, capture_output=True, text=True, encoding="utf-8", check=False
     )
@@ -190,11 +185,7 @@ def _dvc(*arguments: str, what: str) -> str:
     for pattern, remedy in REMEDIES:
         if re.search(pattern, done.stderr):
             raise PipelineError(f"cannot {what}: {remedy}")
-    errors = [
-        line.removeprefix("ERROR: ")
-        for line in done.stderr.splitlines()
-        if line.startswith("ERROR: ")
-    ]
-    raise PipelineError(
-        f"cannot {what}: dvc says: {redact(' '.join(errors) or done.stderr.strip())}"
-    )
+    mark = "ERROR: "
+    errors = [line for line in done.stderr.splitlines() if line.startswith(mark)]
+    text = " ".join(line.removeprefix(mark) for line in errors) or done.stderr.strip()
+    raise PipelineError(f"cannot {what}: dvc says: {redact(text)}")

@@ -1,7 +1,6 @@
 """The report stage: render all stages' sealed results as a page, a summary and training curves."""
 
 from collections.abc import Mapping
-from functools import reduce
 from typing import Any
 
 from pipeline_lib.config.schema import Config
@@ -75,33 +74,35 @@ def _losses(scores: Scores | None) -> dict[str, dict[str, float]]:
 
 def metrics_of(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of METRICS that `summary` has, nested as they are there."""
-    return _nested({key: value for key in METRICS if (value := _at(summary, key)) is not None})
+    nested: dict[str, Any] = {}
+    for key in METRICS:
+        value = _at(summary, key)
+        if value is not None:
+            *sections, name = key.split(".")
+            inner = nested
+            for section in sections:
+                inner = inner.setdefault(section, {})
+            inner[name] = value
+    return nested
 
 
 def settings_of_run(config: Config) -> dict[str, Any]:
     """Return the experiment's name, its model and SETTINGS."""
     source = config.model
     model = getattr(source, "name", None) or getattr(source, "path", None) or source.source
-    shown = {
-        key: getattr(config.train, key) for key in SETTINGS if key not in config.train.replaced_keys
-    }
-    return {"experiment": config.experiment, "model": model, **shown}
+    shown: dict[str, Any] = {"experiment": config.experiment, "model": model}
+    for key in SETTINGS:
+        if key not in config.train.replaced_keys:
+            shown[key] = getattr(config.train, key)
+    return shown
 
 
 def _at(values: Any, key: str) -> Any:
-    return reduce(
-        lambda inner, name: inner.get(name) if isinstance(inner, dict) else None,
-        key.split("."),
-        values,
-    )
-
-
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        reduce(lambda inner, section: inner.setdefault(section, {}), sections, nested)[name] = value
-    return nested
+    for name in key.split("."):
+        if not isinstance(values, dict):
+            return None
+        values = values.get(name)
+    return values
 
 
 def _known(value: Any) -> Any:

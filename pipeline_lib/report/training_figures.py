@@ -89,9 +89,18 @@ def _loss(
         (FAINT_BLUE, each),
         (BLUE, f"moving average, half-life {curves.half_life_steps} steps"),
     ]
-    legend += [(AMBER, "held-out blocks")] * bool(validations) + [(RED, "restart")] * bool(restarts)
-    columns = {"step": curves.step, "loss": curves.loss, "smooth": curves.loss_smooth}
-    source = ColumnDataSource({**columns, "low": curves.low["loss"], "high": curves.high["loss"]})
+    if validations:
+        legend.append((AMBER, "held-out blocks"))
+    if restarts:
+        legend.append((RED, "restart"))
+    columns = {
+        "step": curves.step,
+        "loss": curves.loss,
+        "smooth": curves.loss_smooth,
+        "low": curves.low["loss"],
+        "high": curves.high["loss"],
+    }
+    source = ColumnDataSource(columns)
     held_out = ColumnDataSource({"step": list(validations), "loss": list(validations.values())})
     plots = []
     for is_log in (False, True):

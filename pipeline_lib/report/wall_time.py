@@ -81,14 +81,14 @@ def _training_s(manifest: Manifest, record: RunRecord) -> float:
 
 def _of_training(record: RunRecord, steps: Sequence[Step]) -> list[Span]:
     """Return a training's spans; none if an earlier version, without marks, wrote its events."""
-    marks = (EventName.RUN_LAUNCHED, EventName.RUN_START, EventName.RUN_STEPS)
-    launched, started, stepping = (_times(record, name) for name in marks)
+    launched = _times(record, EventName.RUN_LAUNCHED)
+    started = _times(record, EventName.RUN_START)
+    stepping = _times(record, EventName.RUN_STEPS)
     if not stepping:
         return []
     steps_s = sum((step.step_s or 0.0) + (step.data_wait_s or 0.0) for step in steps)
-    saves_s = sum(
-        number(event.get("wait_s")) or 0.0 for event in record.named(EventName.CHECKPOINT_SAVED)
-    )
+    saves = record.named(EventName.CHECKPOINT_SAVED)
+    saves_s = sum(number(event.get("wait_s")) or 0.0 for event in saves)
     return [
         Span("train", "start and load", _between(launched, started)),
         Span("train", "first pass", _between(started, stepping)),
@@ -104,6 +104,8 @@ def _times(record: RunRecord, name: str) -> dict[Any, float]:
 
 def _between(begins: Mapping[Any, float], ends: Mapping[Any, float]) -> float:
     """Return the seconds from begin to end, summed over the attempts that have both."""
-    return sum(
-        max(0.0, end - begins[attempt]) for attempt, end in ends.items() if attempt in begins
-    )
+    total_s = 0.0
+    for attempt, end in ends.items():
+        if attempt in begins:
+            total_s += max(0.0, end - begins[attempt])
+    return total_s

@@ -49,6 +49,7 @@ _OVER = (
 )
 # between the last event and the end of the log, which may be on different file systems
 _SLACK_S = 5.0
+_ENDED_FOR_GOOD = (EventName.RUN_FAILED, EventName.RUN_REQUEUE_REFUSED)
 _SILENT = "its process is gone and left no message: it was killed, or its machine went down"
 
 
@@ -82,60 +83,85 @@ class Traces:
         A log from before a rewind is about a run that is no more.
         """
         logs = {self.digest: self.folder / LOGS / self.stage / f"{self.digest}.log"}
-        logs |= {
-            digest: self.folder / LOGS / RUNG_LOGS / f"{digest}.log" for digest in self.to_rungs
-        }
+        for rung in self.to_rungs:
+            logs[rung] = self.folder / LOGS / RUNG_LOGS / f"{rung}.log"
         digest, path = max(logs.items(), key=lambda each: changed_at(each[1]) or 0.0)
         written = changed_at(path)
-        last_event = changed_at(self.run.folder / EVENTS_NAME) if self.run else None
-        slack_s = 0.0 if self.run is not None and self.run.is_rewound else _SLACK_S
-        if written is None or written < max(self.known_since or 0.0, (last_event or 0.0) - slack_s):
+        since = self.known_since or 0.0
+        if self.run is not None:
+            slack_s = 0.0 if self.run.is_rewound else _SLACK_S
+            last_event = changed_at(self.run.folder / EVENTS_NAME) or 0.0
+            since = max(since, last_event - slack_s)
+        if written is None or written < since:
             return None
         done = tuple(line.encode() for line in done_lines(Ref(self.stage, digest)))
-        return (
-            None
-            if any(line.startswith(done) for line in tail(path, LOG_BYTES)[0].split(b"\n"))
-            else path
-        )
+        for line in tail(path, LOG_BYTES)[0].split(b"\n"):
+            if line.startswith(done):
+                return None
+        return path
 
     def slurm_log(self, job: str | None) -> Path | None:
         """Return SLURM's log of `job`, else of the stage's newest job; None without one."""
         folders = [self.folder / SLURM_LOGS / f"rule_{self.stage}_stage" / self.digest]
         folders += [self.folder / SLURM_LOGS / _RUNG_RULE / digest for digest in self.to_rungs]
-        logs = (path for folder in folders for path in folder.glob("*.log"))
-        found = sorted(logs, key=lambda path: changed_at(path) or 0.0)
-        return next((path for path in found if path.stem == job), found[-1] if found else None)
+        logs: list[Path] = []
+        for folder in folders:
+            logs += folder.glob("*.log")
+        logs.sort(key=lambda path: changed_at(path) or 0.0)
+        for path in logs:
+            if path.stem == job:
+                return path
+        return logs[-1] if logs else None
 
 
 def at_rest(traces: Traces) -> AtRest:
     """Return the state of a stage that nobody works on."""
-    run = traces.run
-    last = run.last_event.get("event") if run is not None else None
-    jobs = [job for job in traces.jobs or [] if job.state not in _OVER]
-    if run is not None and last in (EventName.RUN_FAILED, EventName.RUN_REQUEUE_REFUSED):
-        # SLURM lists a job until it has ended what the run has ended for good.
-        jobs = [job for job in jobs if run.job != job.id or job.state == PENDING]
-    is_requeued = last == EventName.RUN_REQUEUED
-    # nothing shows that it will not requeue
-    if jobs or (is_requeued and (traces.jobs is None or bool(traces.jobs))):
-        job = jobs[0] if jobs else None
-        queued = ""
-        if job is not None:
-            starts = (
-                f", expected to start at {job.start}"
-                if job.state == "PENDING" and "T" in job.start
-                else ""
-            )
-            queued = f"SLURM job {job.id}: {job.shown}{starts}"
-        if run is not None and (is_requeued or (job is not None and run.job == job.id)):
-            why = text_of(run.last_event.get("reason")) or "SLURM took its nodes away"
-            return AtRest(REQUEUED, _joined(shown(why), queued))
-        return AtRest(WAITING, queued)
+    if (queued := _in_queue(traces)) is not None:
+        return queued
     if (ended := _end_of_log(traces)) is not None:
         return ended
-    if run is not None and (ended := _end_of_run(run, traces.log is not None)):
+    has_log = traces.log is not None
+    if traces.run is not None and (ended := _end_of_run(traces.run, has_log)) is not None:
         return ended
-    return AtRest(INTERRUPTED, _SILENT) if traces.log is not None else AtRest(NOT_BEGUN)
+    return AtRest(INTERRUPTED, _SILENT) if has_log else AtRest(NOT_BEGUN)
+
+
+def _in_queue(traces: Traces) -> AtRest | None:
+    """Return the state by SLURM's queue; None if no job is to work on the stage."""
+    run = traces.run
+    is_requeued = run is not None and run.last_event.get("event") == EventName.RUN_REQUEUED
+    jobs = _jobs_to_come(traces)
+    if jobs:
+        queued = _queued(jobs[0])
+        if run is not None and (is_requeued or run.job == jobs[0].id):
+            return _requeued(run, queued)
+        return AtRest(WAITING, queued)
+    # Unless SLURM answered that it has no job, nothing shows that it will not requeue.
+    if run is not None and is_requeued and traces.jobs != []:
+        return _requeued(run, "")
+    return None
+
+
+def _jobs_to_come(traces: Traces) -> list[QueuedJob]:
+    """Return the jobs that are still to work on the stage."""
+    jobs = [job for job in traces.jobs or [] if job.state not in _OVER]
+    run = traces.run
+    if run is not None and run.last_event.get("event") in _ENDED_FOR_GOOD:
+        # SLURM lists a job until it has ended what the run has ended for good.
+        jobs = [job for job in jobs if run.job != job.id or job.state == PENDING]
+    return jobs
+
+
+def _queued(job: QueuedJob) -> str:
+    starts = ""
+    if job.state == PENDING and "T" in job.start:
+        starts = f", expected to start at {job.start}"
+    return f"SLURM job {job.id}: {job.shown}{starts}"
+
+
+def _requeued(run: RunRecord, queued: str) -> AtRest:
+    why = text_of(run.last_event.get("reason")) or "SLURM took its nodes away"
+    return AtRest(REQUEUED, _joined(shown(why), queued))
 
 
 def _joined(*parts: str) -> str | None:
@@ -153,15 +179,19 @@ def _end_of_log(traces: Traces) -> AtRest | None:
     end = end_of_log(tail(traces.log, LOG_BYTES)[0].decode(errors="replace"))
     if end is None:
         return None
-    message = end.message
-    if end.exit_code is not None or end.is_interruption:
-        return AtRest(INTERRUPTED if end.is_interruption else FAILED, shown(message))
-    for known in _ends_of(traces.run) if traces.run is not None else ():
-        if known.reason and one_line(known.reason).removesuffix("...").rstrip() in one_line(
-            message
-        ):
-            return AtRest(known.state, shown(message))
-    return AtRest(FAILED, shown(message))
+    message = shown(end.message)
+    if end.is_interruption:
+        return AtRest(INTERRUPTED, message)
+    if end.exit_code is None and traces.run is not None:
+        for known in _ends_of(traces.run):
+            if known.reason and _tells(end.message, known.reason):
+                return AtRest(known.state, message)
+    return AtRest(FAILED, message)
+
+
+def _tells(message: str, reason: str) -> bool:
+    """Return whether `message` contains `reason`, which may have been shortened."""
+    return one_line(reason).removesuffix("...").rstrip() in one_line(message)
 
 
 def _ends_of(run: RunRecord) -> Iterator[AtRest]:
@@ -179,11 +209,12 @@ def _ends_of(run: RunRecord) -> Iterator[AtRest]:
             yield AtRest(FAILED, reason)
         case EventName.RUN_REQUEUE_REFUSED:
             yield AtRest(INTERRUPTED, f"not queued again: {reason or 'SLURM refused'}")
-    reports = [
-        RankReport.from_json(json_object(path))
-        for path in (run.folder / ERRORS).glob("rank-*.json")
-    ]
-    for report in sorted(filter(None, reports), key=lambda each: (each.blame, each.rank)):
+    reports = []
+    for path in (run.folder / ERRORS).glob("rank-*.json"):
+        report = RankReport.from_json(json_object(path))
+        if report is not None:
+            reports.append(report)
+    for report in sorted(reports, key=lambda each: (each.blame, each.rank)):
         state = INTERRUPTED if report.exit_code == Interrupted.exit_code else FAILED
         yield AtRest(state, f"rank {report.rank}: {report.message}")
 
@@ -202,19 +233,15 @@ def _end_of_run(run: RunRecord, has_log: bool) -> AtRest | None:
     if run.is_rewound:
         return AtRest(INTERRUPTED, f"rewound to step {whole(run.last_event.get('step'))}")
     if last == EventName.RUN_REQUEUED:
-        return AtRest(
-            INTERRUPTED, "SLURM was asked to start it again, and its job is gone from the queue"
-        )
+        why = "SLURM was asked to start it again, and its job is gone from the queue"
+        return AtRest(INTERRUPTED, why)
     if last == EventName.RUN_END:
         step = whole(run.last_event.get("step"))
         if has_log:
-            return AtRest(
-                INTERRUPTED, f"stopped after its last step, {step}, before its result was sealed"
-            )
-        return AtRest(
-            NOT_BEGUN,
-            f"a shorter run or a rehearsal ended after step {step}; training resumes from there",
-        )
+            why = f"stopped after its last step, {step}, before its result was sealed"
+            return AtRest(INTERRUPTED, why)
+        why = f"a shorter run or a rehearsal ended after step {step}; training resumes from there"
+        return AtRest(NOT_BEGUN, why)
     return AtRest(INTERRUPTED, _SILENT) if run.rows or run.events else None
 
 

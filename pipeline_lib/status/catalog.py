@@ -74,11 +74,15 @@ class Catalog:
 
     def experiments(self, all_of_them: bool = False) -> list[Frozen]:
         """Return the newest experiment of each name, or `all_of_them`, newest first."""
-        found = [
-            experiment for path in self._files() if (experiment := self._open(path)) is not None
-        ]
+        found = []
+        for path in self._files():
+            experiment = self._open(path)
+            if experiment is not None:
+                found.append(experiment)
         found.sort(key=lambda experiment: experiment.frozen_at, reverse=True)
-        return found if all_of_them else [configs[0] for configs in by_name(found).values()]
+        if all_of_them:
+            return found
+        return [configs[0] for configs in by_name(found).values()]
 
     @property
     def folder(self) -> Path:
@@ -135,11 +139,9 @@ class Catalog:
 
     def frozen(self, name: str) -> Frozen | None:
         """Return the experiment in the file called `name`; None if there is no such file."""
-        return (
-            self._open(self.folder / name)
-            if name.isprintable() and name == Path(name).name
-            else None
-        )
+        if not name.isprintable() or name != Path(name).name:
+            return None
+        return self._open(self.folder / name)
 
     def spec(self, digest: str) -> Spec:
         """Return the spec with that digest. Raises IntegrityError if it cannot be read."""
@@ -161,10 +163,10 @@ def newest_with(part: str, configs: Sequence[Frozen], store: Store) -> Frozen:
 
     `configs` has the newest first. Raises Unreadable.
     """
-    is_made = (
-        one for one in configs if part in one.parts and store.is_sealed(Ref(part, one.parts[part]))
-    )
-    return next(is_made, configs[0])
+    for one in configs:
+        if part in one.parts and store.is_sealed(Ref(part, one.parts[part])):
+            return one
+    return configs[0]
 
 
 def said_of_newer(meant: Frozen, newest: Frozen) -> str:
@@ -189,12 +191,8 @@ def _frozen(path: Path, frozen_at: float) -> Frozen:
         or not isinstance(parts.get(LAST_PART), str)
     ):
         return Frozen(path.name, path, frozen_at, {})
-    return Frozen(
-        name,
-        path,
-        frozen_at,
-        {part: digest for part, digest in parts.items() if isinstance(digest, str)},
-    )
+    known = {part: digest for part, digest in parts.items() if isinstance(digest, str)}
+    return Frozen(name, path, frozen_at, known)
 
 
 def missing_products(experiment: Frozen, store: Store) -> list[Ref]:
@@ -240,7 +238,7 @@ class Sweeps:
         if (path := self.latest_of(experiment)) is None:
             return None
         if path not in self._stopped:
-            names = next(names for _, each, names in self._newest_first if each == path)
+            _, _, names = next(request for request in self._newest_first if request[1] == path)
             self._stopped[path] = self._stopped_by(path, names)
         return self._stopped[path].get(experiment.parts.get("train", ""))
 
@@ -249,9 +247,10 @@ class Sweeps:
 
         It is also None if there is no sweep.
         """
-        requests = (request for request in self._newest_first if experiment.path.name in request[2])
-        asked_at, path, _ = next(requests, (0.0, None, {}))
-        return path if asked_at >= experiment.frozen_at else None
+        for asked_at, path, names in self._newest_first:
+            if experiment.path.name in names:
+                return path if asked_at >= experiment.frozen_at else None
+        return None
 
     def _stopped_by(self, path: Path, names: dict[str, None]) -> dict[str, str]:
         """Return why the sweep at `path` stopped trainings, by whole training, if readable."""
@@ -278,11 +277,10 @@ class Sweeps:
         """The time of each sweep's latest request, its file, and its experiments' files."""
         found = []
         for path in (self.catalog.store.root / "sweeps").glob("*.json"):
-            names = json_object(path).get("experiments")
-            if isinstance(names, list) and (asked_at := changed_at(path)) is not None:
-                found.append(
-                    (asked_at, path, dict.fromkeys(name for name in names if isinstance(name, str)))
-                )
+            listed = json_object(path).get("experiments")
+            if isinstance(listed, list) and (asked_at := changed_at(path)) is not None:
+                names = dict.fromkeys(name for name in listed if isinstance(name, str))
+                found.append((asked_at, path, names))
         return sorted(found, key=lambda one: one[0], reverse=True)
 
     @cached_property

@@ -43,24 +43,27 @@ class Failure:
     def lines(self) -> list[str]:
         """Return the title, the reason and the logs, one below the other."""
         reason = self._reason()
-        logs = [f"log: {log}" for log in self.logs if log.exists() and str(log) not in reason]
-        return [
-            f"- {self.title}",
-            indent("\n".join([cut(redact(reason), MOST_CHARS), *logs]), "    "),
-        ]
+        below = [cut(redact(reason), MOST_CHARS)]
+        for log in self.logs:
+            if log.exists() and str(log) not in reason:
+                below.append(f"log: {log}")
+        return [f"- {self.title}", indent("\n".join(below), "    ")]
 
     def _reason(self) -> str:
         if self.end is not None:
             return self.end.message
         last = _text_of(self.logs[0]).splitlines()[-LAST_LINES:] if self.logs else []
-        said = [self.executor_message] if self.executor_message else []
+        said = []
+        if self.executor_message:
+            said.append(self.executor_message)
         if self.is_stopped:
             said.append(_STOPPED)
         if not last:
             return "\n".join(said or ["it ended, and its log is empty"])
-        return "\n".join(
-            [*(said or [_KILLED]), "the last lines of its log:", *(f"  {line}" for line in last)]
-        )
+        lines = said or [_KILLED]
+        lines.append("the last lines of its log:")
+        lines += [f"  {line}" for line in last]
+        return "\n".join(lines)
 
 
 def last_words(failures: Sequence[Failure], errors: Sequence[str], command: str) -> str:
@@ -70,24 +73,25 @@ def last_words(failures: Sequence[Failure], errors: Sequence[str], command: str)
     there is none either, the user stopped it.
     """
     again = f"the same command continues: {command}"
-    failed = [one for one in failures if not one.is_interruption]
+    once_fixed = f"once the cause is fixed, {again}"
+    if errors and not failures:
+        return f"error: {cut(redact(errors[0]), MOST_CHARS)}\n{once_fixed}"
     if not failures:
-        reason = cut(redact(errors[0]), MOST_CHARS) if errors else ""
-        return (
-            f"error: {reason}\nonce the cause is fixed, {again}"
-            if errors
-            else f"stopped before the end; {again}"
-        )
-    if not failed:
-        shown = failures
-        head = f"stopped: {count(len(failures), 'jobs')} interrupted"
+        return f"stopped before the end; {again}"
+    shown = [one for one in failures if not one.is_interruption]
+    if shown:
+        lines = [f"error: {count(len(shown), 'jobs')} failed"]
+        again = once_fixed
     else:
-        shown = failed
-        head = f"error: {count(len(failed), 'jobs')} failed"
-        again = f"once the cause is fixed, {again}"
+        lines = [f"stopped: {count(len(failures), 'jobs')} interrupted"]
+        shown = list(failures)
+    for one in shown[:MOST_FAILURES]:
+        lines += one.lines()
     more = len(shown) - MOST_FAILURES
-    lines = [line for one in shown[:MOST_FAILURES] for line in one.lines()]
-    return "\n".join([head, *lines, *([f"and {more} more"] if more > 0 else []), again])
+    if more > 0:
+        lines.append(f"and {more} more")
+    lines.append(again)
+    return "\n".join(lines)
 
 
 def _text_of(log: Path) -> str:

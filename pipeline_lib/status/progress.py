@@ -127,15 +127,17 @@ def _last_step_of(run: RunRecord, is_alive: bool) -> int | None:
 
 def _newest_loss(rows: Sequence[Event]) -> float | None:
     """Return the loss of the newest step that was not skipped or rolled back."""
-    applied = (row for row in reversed(rows) if "verdict" not in row)
-    return next((number(row.get("loss")) for row in applied), None)
+    for row in reversed(rows):
+        if "verdict" not in row:
+            return number(row.get("loss"))
+    return None
 
 
 def _is_late(since_step_s: float | None, each_s: float | None) -> bool:
     """Return whether the last step is so long ago that the run seems to hang."""
-    return since_step_s is not None and since_step_s > max(
-        STALLED_S, STALLED_STEPS * (each_s or 0.0)
-    )
+    if since_step_s is None:
+        return False
+    return since_step_s > max(STALLED_S, STALLED_STEPS * (each_s or 0.0))
 
 
 def _eta_s(step: int | None, last_step: int | None, each_s: float | None) -> float | None:
@@ -155,8 +157,9 @@ def _requeues_of(run: RunRecord) -> int | None:
 
 def _peak_memory_bytes(rows: Sequence[Event], use: RankUse) -> int | None:
     """Return the most that a rank has used, from the first rank's rows and the `use` of all."""
-    peaks = [whole(row.get("peak_memory_bytes")) or 0 for row in rows]
-    return round(max([*peaks, *use.peak_memory_bytes], default=0)) or None
+    of_first = [whole(row.get("peak_memory_bytes")) or 0 for row in rows]
+    peak = max(max(of_first, default=0), max(use.peak_memory_bytes, default=0))
+    return round(peak) or None
 
 
 def finished_numbers(sealed: Path) -> Numbers:

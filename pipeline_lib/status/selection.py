@@ -85,12 +85,12 @@ class Selector:
         """
         catalog = self.catalog(self.store)
         if not texts:
-            return [
-                SelectedExperiment(catalog, frozen) for frozen in catalog.experiments(all_of_them)
-            ]
+            every = catalog.experiments(all_of_them)
+            return [SelectedExperiment(catalog, frozen) for frozen in every]
         found: dict[tuple[Path, str], SelectedExperiment] = {}
-        for one in (one for text in texts for one in self._meant_by(text, all_of_them)):
-            found.setdefault((one.catalog.folder.resolve(), one.frozen.path.name), one)
+        for text in texts:
+            for one in self._meant_by(text, all_of_them):
+                found.setdefault((one.catalog.folder.resolve(), one.frozen.path.name), one)
         return list(found.values())
 
     def opened(self, one: SelectedExperiment) -> tuple[Dag, Experiment]:
@@ -135,14 +135,16 @@ class Selector:
         known = by_name(every)
         names = [text] if text in known else []
         if not names and ("*" in text or "?" in text):
-            names = [
-                name for name in sorted(known) if known[name][0].parts and fnmatchcase(name, text)
-            ]
-        if all_of_them:
-            found = [SelectedExperiment(catalog, one) for name in names for one in known[name]]
-        else:
-            found = [self._named(known[name], catalog) for name in names]
-        found = found or [SelectedExperiment(catalog, one) for one in _by_digest(text, every)]
+            readable = [name for name in sorted(known) if known[name][0].parts]
+            names = [name for name in readable if fnmatchcase(name, text)]
+        found = []
+        for name in names:
+            if all_of_them:
+                found += [SelectedExperiment(catalog, one) for one in known[name]]
+            else:
+                found.append(self._named(known[name], catalog))
+        if not found:
+            found = [SelectedExperiment(catalog, one) for one in _by_digest(text, every)]
         if not found:
             raise _unknown(text, sorted(known), catalog)
         return found
@@ -150,8 +152,11 @@ class Selector:
     def _named(self, configs: Sequence[Frozen], catalog: Catalog) -> SelectedExperiment:
         """Return what the name of `configs`, newest first, means."""
         newest = configs[0]
-        meant = newest_with(LAST_PART, configs, catalog.store) if self.wants_finished else newest
-        return SelectedExperiment(catalog, meant, newer=None if meant is newest else newest)
+        if self.wants_finished:
+            meant = newest_with(LAST_PART, configs, catalog.store)
+            if meant is not newest:
+                return SelectedExperiment(catalog, meant, newer=newest)
+        return SelectedExperiment(catalog, newest)
 
     def _of_config(self, text: str) -> list[SelectedExperiment]:
         if text not in self._dags:
@@ -159,17 +164,16 @@ class Selector:
         dag = self._dags[text]
         catalog = self.catalog(self.store)
         found = []
-        known = {
-            (one.name, one.parts.get(LAST_PART)): one
-            for one in reversed(catalog.experiments(all_of_them=True))
-        }
+        known: dict[tuple[str, str | None], Frozen] = {}
+        for one in catalog.experiments(all_of_them=True):  # newest first
+            known.setdefault((one.name, one.parts.get(LAST_PART)), one)
         for experiment in dag.experiments:
             parts = {part: spec.digest for part, spec in experiment.specs.items()}
             frozen = known.get((experiment.name, parts[LAST_PART]))
-            as_it_would_be = Frozen(experiment.name, catalog.folder / experiment.name, 0.0, parts)
-            found.append(
-                SelectedExperiment(catalog, frozen or as_it_would_be, dag, frozen is not None)
-            )
+            has_begun = frozen is not None
+            if frozen is None:
+                frozen = Frozen(experiment.name, catalog.folder / experiment.name, 0.0, parts)
+            found.append(SelectedExperiment(catalog, frozen, dag, has_begun))
         return found
 
 
@@ -182,12 +186,10 @@ def _unknown(text: str, known: Sequence[str], catalog: Catalog) -> ConfigError:
     problem = f"{shown(text)}: no experiment of that name"
     if close := did_you_mean(text, known):
         return ConfigError(str(catalog.folder), [problem + shown(close)])
-    some = ", ".join(map(shown, known[:SHOWN_NAMES])) + (
-        ", ..." if len(known) > SHOWN_NAMES else ""
-    )
-    return ConfigError(
-        str(catalog.folder), [f"{problem}, and no config file; known: {some or 'none'}"]
-    )
+    some = ", ".join(map(shown, known[:SHOWN_NAMES])) or "none"
+    if len(known) > SHOWN_NAMES:
+        some += ", ..."
+    return ConfigError(str(catalog.folder), [f"{problem}, and no config file; known: {some}"])
 
 
 def _by_digest(text: str, every: Iterable[Frozen]) -> list[Frozen]:
@@ -197,16 +199,15 @@ def _by_digest(text: str, every: Iterable[Frozen]) -> list[Frozen]:
     """
     if len(text) < MIN_DIGEST_CHARS or set(text) - set(string.hexdigits.lower()):
         return []
-    named = (frozen for frozen in every if frozen.parts)
-    found = [
-        one
-        for one in named
-        if one.path.stem.startswith(text) or one.parts[LAST_PART].startswith(text)
-    ]
-    reports = {one.parts[LAST_PART]: one for one in reversed(found)}  # the newest per report
+    reports: dict[str, Frozen] = {}  # the newest per report
+    for one in every:
+        if not one.parts:
+            continue
+        digest = one.parts[LAST_PART]
+        if one.path.stem.startswith(text) or digest.startswith(text):
+            reports.setdefault(digest, one)
     if len(reports) > 1:
-        meant = ", ".join(
-            f"{shown(one.name)} ({digest})" for digest, one in sorted(reports.items())[:SHOWN_NAMES]
-        )
+        some = sorted(reports.items())[:SHOWN_NAMES]
+        meant = ", ".join(f"{shown(one.name)} ({digest})" for digest, one in some)
         raise ConfigError(text, [f"several digests begin with this: {meant}"])
     return list(reports.values())

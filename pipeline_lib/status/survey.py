@@ -1,6 +1,7 @@
 """The state of a store: a `Status` for each experiment, sorted by state in the order of STATES."""
 
 import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -70,10 +71,11 @@ class Status:
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields as one flat object, whose keys are stable."""
-        own = {
-            each.name: getattr(self, each.name) for each in fields(self) if each.name != "numbers"
-        }
-        return own | {each.name: getattr(self.numbers, each.name) for each in fields(self.numbers)}
+        flat = {each.name: getattr(self, each.name) for each in fields(self)}
+        del flat["numbers"]
+        for each in fields(self.numbers):
+            flat[each.name] = getattr(self.numbers, each.name)
+        return flat
 
 
 @dataclass
@@ -124,8 +126,15 @@ class Survey:
 
 def _not_begun(name: str) -> Status:
     """Return the status of an experiment of a config file with which snakemake has not begun."""
-    reason, advice = "snakemake has not begun with this config", "run snakemake with it"
-    return Status(shown(name), None, None, None, NOT_BEGUN, reason=reason, advice=advice)
+    return Status(
+        shown(name),
+        frozen=None,
+        stage=None,
+        digest=None,
+        state=NOT_BEGUN,
+        reason="snakemake has not begun with this config",
+        advice="run snakemake with it",
+    )
 
 
 @dataclass
@@ -153,9 +162,10 @@ class _Reader:
             for spec in ready:
                 if spec.digest not in self.stages:
                     self.stages[spec.digest] = self._stage(spec)
+            trained = Numbers()
             train = Ref("train", experiment.parts.get("train", ""))
-            is_trained = train.digest and self.store.is_sealed(train)
-            trained = finished_numbers(self.store.sealed(train)) if is_trained else Numbers()
+            if train.digest and self.store.is_sealed(train):
+                trained = finished_numbers(self.store.sealed(train))
         except (IntegrityError, Unreadable, OSError, ValueError, RecursionError) as error:
             # An unreadable experiment must not hide the others.
             return Status(
@@ -163,25 +173,10 @@ class _Reader:
             )
         if not ready:
             return Status(**common, stage=None, digest=None, state=DONE, numbers=trained)
-        found = dict(
-            min(
-                (self.stages[spec.digest] for spec in ready),
-                key=lambda each: STATES.index(each["state"]),
-            )
-        )
-        if (
-            found["stage"] == "train"
-            and found["state"] == NOT_BEGUN
-            and (why := self.sweeps.why_stopped(experiment))
-        ):
-            found |= {"state": STOPPED, "reason": shown(why)}
-        if found["state"] == NOT_BEGUN and self.store.is_sealed(
-            Ref(LAST_PART, experiment.parts[LAST_PART])
-        ):
-            found |= {
-                "reason": "its report exists, and its model is missing",
-                "advice": "run snakemake again",
-            }
+        to_make = [self.stages[spec.digest] for spec in ready]
+        found = dict(min(to_make, key=lambda each: STATES.index(each["state"])))
+        if found["state"] == NOT_BEGUN:
+            found |= self._why_not_begun(experiment, found["stage"])
         if found["stage"] != "train":
             found["numbers"] = trained
         elif found["numbers"].last_step is None:
@@ -189,13 +184,23 @@ class _Reader:
             found["numbers"] = replace(found["numbers"], last_step=steps)
         return Status(**common, **found)
 
+    def _why_not_begun(self, experiment: Frozen, stage: str) -> dict[str, str]:
+        """Return the fields that tell more of a stage that is not begun."""
+        if stage == "train" and (why := self.sweeps.why_stopped(experiment)):
+            return {"state": STOPPED, "reason": shown(why)}
+        if self.store.is_sealed(Ref(LAST_PART, experiment.parts[LAST_PART])):
+            return {
+                "reason": "its report exists, and its model is missing",
+                "advice": "run snakemake again",
+            }
+        return {}
+
     def finished_of(self, name: str) -> str | None:
         """Return the newest finished config's digest by name; None if there is none to see."""
-        configs = (one for one in self._configs.get(name, []) if one.parts)
         with suppress(Unreadable, OSError, ValueError):
-            return next(
-                (one.path.stem for one in configs if not missing_products(one, self.store)), None
-            )
+            for one in self._configs.get(name, []):
+                if one.parts and not missing_products(one, self.store):
+                    return one.path.stem
         return None
 
     @cached_property
@@ -214,41 +219,50 @@ class _Reader:
         traces = Traces(spec.stage, spec.digest, known_since, run, jobs, self.folder, to_rungs)
         rest = AtRest(RUNNING) if owner is not None else at_rest(traces)
         numbers = numbers_of(run, is_alive=owner is not None) if run else Numbers()
-        # The job that works, is to work, or was the last to work; the lock's owner is asked first.
-        job = text_of(owner.get("slurm_job")) if owner is not None else None
-        if job is None and jobs and (owner is not None or rest.state in (WAITING, REQUEUED)):
-            job = jobs[0].id
-        if job is None and run is not None:
-            job = run.job
-        worker = None
-        if owner is not None:
-            named = (
-                f"process {owner.get('pid')} on {owner.get('host')}"
-                if "pid" in owner
-                else "an owner not named"
-            )
-            worker = shown(named)
-        slurm_log = (
-            traces.slurm_log(job)
-            if rest.state in (FAILED, INTERRUPTED, REQUEUED, RUNNING)
-            else None
-        )
+        reason = rest.reason or None
+        if reason is None and numbers.is_stalled:
+            reason = f"no step since {numbers.since_step_s:,.0f} s"
+        job = _job_of(rest.state, owner, jobs, run)
+        slurm_log = None
+        if rest.state in (FAILED, INTERRUPTED, REQUEUED, RUNNING):
+            slurm_log = traces.slurm_log(job)
         return {
-            "stage": BASELINE
-            if is_of_base(spec)
-            else spec.stage,  # it may be made while the training is
+            # The base's evaluation may be made while the training is.
+            "stage": BASELINE if is_of_base(spec) else spec.stage,
             "digest": spec.digest,
             "state": rest.state,
             "numbers": numbers,
-            "owner": worker,
+            "owner": _worker(owner) if owner is not None else None,
             "job": job,
             "job_state": next((queued.shown for queued in jobs or [] if queued.id == job), None),
-            "reason": rest.reason
-            or (f"no step since {numbers.since_step_s:,.0f} s" if numbers.is_stalled else None),
+            "reason": reason,
             "advice": _advice(rest.state, numbers, is_train),
             "log": str(traces.log) if traces.log else None,
             "slurm_log": str(slurm_log) if slurm_log else None,
         }
+
+
+def _job_of(
+    state: str,
+    owner: Mapping[str, Any] | None,
+    jobs: Sequence[QueuedJob] | None,
+    run: RunRecord | None,
+) -> str | None:
+    """Return the id of the job that works, is to work, or was the last to work.
+
+    `owner` is what the lock says of who works; it is asked first.
+    """
+    if owner is not None and (job := text_of(owner.get("slurm_job"))) is not None:
+        return job
+    if jobs and state in (RUNNING, WAITING, REQUEUED):
+        return jobs[0].id
+    return run.job if run is not None else None
+
+
+def _worker(owner: Mapping[str, Any]) -> str:
+    if "pid" not in owner:
+        return "an owner not named"
+    return shown(f"process {owner.get('pid')} on {owner.get('host')}")
 
 
 def _advice(state: str, numbers: Numbers, is_train: bool) -> str | None:

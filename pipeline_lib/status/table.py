@@ -26,10 +26,28 @@ from pipeline_lib.train.metrics import clock
 WIDTH = 100
 UNKNOWN = "-"
 STYLES = {
-    **{RUNNING: "green", WAITING: "yellow", REQUEUED: "yellow", DONE: "dim"},
-    **{FAILED: "bold red", INTERRUPTED: "red", UNREADABLE: "red"},
+    RUNNING: "green",
+    WAITING: "yellow",
+    REQUEUED: "yellow",
+    DONE: "dim",
+    FAILED: "bold red",
+    INTERRUPTED: "red",
+    UNREADABLE: "red",
 }
 _LEFT = ("stage", "state")  # columns that are always shown
+# what a narrow terminal does without, first to last
+_LEFT_OUT = (
+    "GPU",
+    "memory",
+    "attempt",
+    "elapsed",
+    "age",
+    "gap",
+    "tokens/s",
+    "job",
+    "loss",
+    "saved",
+)
 # of experiments with the same stage, in a line below the table; others are counted
 _NAMES_SHOWN = 5
 _NAME_CHARS = 16  # of an experiment's name that always fit; a longer name wraps
@@ -64,28 +82,17 @@ def plain_table(
 def _table(found: Sequence[Status], width: int) -> Table:
     """Return a table with a row per experiment, without empty columns and those that do not fit."""
     rows = [_cells(status) for status in found]
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    short_saved = columns.pop("saved, short")
-    columns = {
-        name: cells for name, cells in columns.items() if name in _LEFT or set(cells) != {UNKNOWN}
-    }
+    columns = {}
+    for name in rows[0]:
+        cells = [row[name] for row in rows]
+        if name in _LEFT or set(cells) != {UNKNOWN}:
+            columns[name] = cells
+    short_saved = columns.pop("saved, short", [])
     gap = 2
-    width -= min(
-        _NAME_CHARS, max(map(len, ("experiment", *(status.experiment for status in found))))
-    )
-    for left_out in (
-        "GPU",
-        "memory",
-        "attempt",
-        "elapsed",
-        "age",
-        "gap",
-        "tokens/s",
-        "job",
-        "loss",
-        "saved",
-    ):
-        if sum(max(map(len, (name, *cells))) + gap for name, cells in columns.items()) <= width:
+    names = [status.experiment for status in found]
+    width -= min(_NAME_CHARS, _chars("experiment", names))
+    for left_out in _LEFT_OUT:
+        if sum(_chars(name, cells) + gap for name, cells in columns.items()) <= width:
             break
         if left_out == "age" and "saved" in columns:
             columns["saved"] = short_saved
@@ -96,9 +103,14 @@ def _table(found: Sequence[Status], width: int) -> Table:
     table = plain_table("experiment", columns, _LEFT, gap)
     for index, status in enumerate(found):
         styles = {"state": STYLES.get(status.state, "")}
-        cells = (Text(cells[index], styles.get(name, "")) for name, cells in columns.items())
-        table.add_row(Text(status.experiment), *cells)
+        row = [Text(cells[index], styles.get(name, "")) for name, cells in columns.items()]
+        table.add_row(Text(status.experiment), *row)
     return table
+
+
+def _chars(title: str, cells: Iterable[str]) -> int:
+    """Return the width of a column."""
+    return max(len(title), max(map(len, cells)))
 
 
 def _cells(status: Status) -> dict[str, str]:
@@ -111,22 +123,24 @@ def _cells(status: Status) -> dict[str, str]:
         return UNKNOWN if value is None else show(value)
 
     numbers = status.numbers
-    step, last_step = (
-        "?" if value is None else str(value) for value in (numbers.step, numbers.last_step)
-    )
+    step = UNKNOWN
+    if numbers.step is not None or numbers.last_step is not None:
+        at = "?" if numbers.step is None else numbers.step
+        last = "?" if numbers.last_step is None else numbers.last_step
+        step = f"{at}/{last}"
     attempt = UNKNOWN
     if numbers.attempt is not None and numbers.attempt > 1:
-        attempt = (
-            f"{numbers.attempt}, {numbers.requeues} by SLURM"
-            if numbers.requeues
-            else str(numbers.attempt)
-        )
+        attempt = str(numbers.attempt)
+        if numbers.requeues:
+            attempt += f", {numbers.requeues} by SLURM"
     short_saved = known(numbers.checkpoint_step)
-    age_s = numbers.checkpoint_age_s
+    saved = short_saved
+    if numbers.checkpoint_step is not None and numbers.checkpoint_age_s is not None:
+        saved += f", {_ago(numbers.checkpoint_age_s)}"
     return {
         "stage": status.stage or UNKNOWN,
         "state": status.state,
-        "step": UNKNOWN if step == last_step == "?" else f"{step}/{last_step}",
+        "step": step,
         "loss": known(numbers.loss, "{:.4f}".format),
         "tokens/s": known(numbers.tokens_per_s, "{:,.0f}".format),
         "ETA": known(numbers.eta_s, clock),
@@ -135,16 +149,15 @@ def _cells(status: Status) -> dict[str, str]:
         "memory": known(numbers.peak_memory_bytes, gib),
         "GPU": known(numbers.gpu_utilization, _range),
         "job": status.job or UNKNOWN,
-        "saved": short_saved
-        if short_saved == UNKNOWN or age_s is None
-        else f"{short_saved}, {_ago(age_s)}",
+        "saved": saved,
         "saved, short": short_saved,
     }
 
 
 def _range(fractions: Sequence[float]) -> str:
     """Return the utilization of all GPUs: `97%`, or `61-97%` from the lowest to the highest."""
-    low, high = (round(100 * value) for value in (min(fractions), max(fractions)))
+    low = round(100 * min(fractions))
+    high = round(100 * max(fractions))
     return f"{low}%" if low == high else f"{low}-{high}%"
 
 
@@ -160,37 +173,14 @@ def _notes(found: Sequence[Status]) -> Iterator[Text | Padding]:
     """Yield lines on each stage with a reason or error, once for all waiting experiments."""
     groups: dict[tuple[str | None, str, str | None], list[Status]] = {}
     for status in found:
-        if (
-            status.reason
-            or status.numbers.warnings
-            or status.state in (FAILED, INTERRUPTED, UNREADABLE)
-        ):
-            groups.setdefault(
-                (status.digest or status.frozen, status.state, status.reason), []
-            ).append(status)
+        is_wrong = status.state in (FAILED, INTERRUPTED, UNREADABLE)
+        if is_wrong or status.reason or status.numbers.warnings:
+            shared = (status.digest or status.frozen, status.state, status.reason)
+            groups.setdefault(shared, []).append(status)
     for group in groups.values():
-        first = group[0]
-        numbers = group[0].numbers
-        names = list(dict.fromkeys(status.experiment for status in group))
-        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-        stage = f" in {first.stage}" if first.stage else ""
-        title = Text(f"{', '.join(names[:_NAMES_SHOWN])}{more}: ")
-        yield title.append(f"{first.state}{stage}", STYLES.get(first.state, ""))
-        lines = [first.reason] if first.reason else []
-        lines += [f"warning: {text}" for text in numbers.warnings]
-        if numbers.attempt is not None and numbers.attempt > 1:
-            requeues = (
-                f", queued again by SLURM {count(numbers.requeues, 'times')}"
-                if numbers.requeues
-                else ""
-            )
-            lines.append(f"attempt {numbers.attempt}{requeues}")
-        logs = [path for path in (first.log, first.slurm_log) if path]
-        if logs and first.state != WAITING:
-            lines.append(f"log: {', '.join(logs)}")
-        if first.advice:
-            lines.append(f"then: {first.advice}")
-        yield from (Padding.indent(Text(line), 2) for line in lines)
+        yield _title(group)
+        for line in _lines_below(group[0]):
+            yield Padding.indent(Text(line), 2)
     for status in found:
         if status.finished is not None:
             done = f"an earlier config is done ({status.finished})"
@@ -198,6 +188,35 @@ def _notes(found: Sequence[Status]) -> Iterator[Text | Padding]:
                 f"{status.experiment}: {done}; to chat, summary and compare, the name means that "
                 "one"
             )
+
+
+def _title(group: Sequence[Status]) -> Text:
+    """Return which experiments wait for the same stage, and its state."""
+    first = group[0]
+    names = list(dict.fromkeys(status.experiment for status in group))
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    stage = f" in {first.stage}" if first.stage else ""
+    title = Text(f"{', '.join(names[:_NAMES_SHOWN])}{more}: ")
+    return title.append(f"{first.state}{stage}", STYLES.get(first.state, ""))
+
+
+def _lines_below(status: Status) -> Iterator[str]:
+    """Yield why a stage is in its state, where to read more, and what to do."""
+    numbers = status.numbers
+    if status.reason:
+        yield status.reason
+    for text in numbers.warnings:
+        yield f"warning: {text}"
+    if numbers.attempt is not None and numbers.attempt > 1:
+        requeues = ""
+        if numbers.requeues:
+            requeues = f", queued again by SLURM {count(numbers.requeues, 'times')}"
+        yield f"attempt {numbers.attempt}{requeues}"
+    logs = [path for path in (status.log, status.slurm_log) if path]
+    if logs and status.state != WAITING:
+        yield f"log: {', '.join(logs)}"
+    if status.advice:
+        yield f"then: {status.advice}"
 
 
 def footer(found: Sequence[Status], every_s: float, took_s: float) -> Text:

@@ -85,12 +85,11 @@ class Fed:
         out.
         """
         if step > self.step:
-            self.step, self._names = step, set()
-        unseen = {
-            name: value
-            for name, value in values.items()
-            if step == self.step and name not in self._names
-        }
+            self.step = step
+            self._names = set()
+        elif step < self.step:
+            return {}
+        unseen = {name: value for name, value in values.items() if name not in self._names}
         self._names |= unseen.keys()
         return unseen
 
@@ -157,17 +156,17 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
     Those of ranks are `train/gpu_utilization_of_ranks/0` and so on; of more than MOST_RANKS only
     the `lowest` and the `highest`.
     """
-    own = {
-        name: value for name, value in row.items() if name != "step" and not isinstance(value, dict)
-    }
+    own = {name: value for name, value in row.items() if not isinstance(value, dict)}
+    own.pop("step", None)
     for name in (UTILIZATION, PEAK_MEMORY):
-        if isinstance(values := own.get(name), list) and values:
-            each = (
-                {str(rank): value for rank, value in enumerate(values)}
-                if len(values) <= MOST_RANKS
-                else {}
-            )
-            own[name] = {**each, "lowest": min(values), "highest": max(values)}
+        values = own.get(name)
+        if isinstance(values, list) and values:
+            shown = {}
+            if len(values) <= MOST_RANKS:
+                shown = {str(rank): value for rank, value in enumerate(values)}
+            shown["lowest"] = min(values)
+            shown["highest"] = max(values)
+            own[name] = shown
     return numbers_in(own, "train")
 
 

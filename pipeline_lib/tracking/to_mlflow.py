@@ -26,25 +26,24 @@ class MlFlow:
         )
         self._entities: Any = importlib.import_module("mlflow.entities")
         found = self._client.get_experiment_by_name(run.project)
-        artifacts = None if server else (run.folder / "artifacts").as_uri()
-        experiment = (
-            found.experiment_id if found else self._client.create_experiment(run.project, artifacts)
-        )
+        if found:
+            experiment = found.experiment_id
+        else:
+            artifacts = None if server else (run.folder / "artifacts").as_uri()
+            experiment = self._client.create_experiment(run.project, artifacts)
         earlier = self._client.search_runs(
             [experiment], f"tags.`{IDENTITY_TAG}` = '{run.identity}'"
         )
         if earlier:
-            self._id = earlier[0].info.run_id
+            ours = earlier[0]
         else:
             tags = {IDENTITY_TAG: run.identity}
-            self._id = self._client.create_run(
-                experiment, tags=tags, run_name=run.experiment
-            ).info.run_id
+            ours = self._client.create_run(experiment, tags=tags, run_name=run.experiment)
+        self._id = ours.info.run_id
         if not self._client.get_run(self._id).data.params:
-            params = [
-                self._entities.Param(name, str(value)[:PARAM_CHARS])
-                for name, value in flat(run.settings)
-            ]
+            params = []
+            for name, value in flat(run.settings):
+                params.append(self._entities.Param(name, str(value)[:PARAM_CHARS]))
             for start in range(0, len(params), BATCH_PARAMS):
                 self._client.log_batch(self._id, params=params[start : start + BATCH_PARAMS])
             self._client.log_dict(self._id, run.settings, "config.json")
@@ -60,17 +59,17 @@ class MlFlow:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log `values` at `step`, except for metrics that have reached `step` already."""
-        self._log(
-            step,
-            {name: value for name, value in values.items() if step > self._last_step.get(name, -1)},
-        )
+        new = {}
+        for name, value in values.items():
+            if step > self._last_step.get(name, -1):
+                new[name] = value
+        self._log(step, new)
 
     def _log(self, step: int, values: dict[str, float]) -> None:
         metric = self._entities.Metric
         now_ms = round(time.time() * 1000)
-        self._client.log_batch(
-            self._id, [metric(name, value, now_ms, step) for name, value in values.items()]
-        )
+        metrics = [metric(name, value, now_ms, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics)
 
     def warn(self, step: int, kind: str, text: str) -> None:
         """Tag the run with the text."""
@@ -82,10 +81,8 @@ class MlFlow:
     def report(self, step: int, report: FinishedReport) -> None:
         """Log the numbers as metrics at `step`, if new to MLflow; save the page as an artifact."""
         known = self._client.get_run(self._id).data.metrics
-        self._log(
-            step,
-            {name: value for name, value in report.numbers.items() if known.get(name) != value},
-        )
+        new = {name: value for name, value in report.numbers.items() if known.get(name) != value}
+        self._log(step, new)
         self._client.log_artifact(self._id, str(report.page))
 
     def finish(self) -> None:

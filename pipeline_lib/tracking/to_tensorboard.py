@@ -35,10 +35,9 @@ class TensorBoard:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log `values` at `step`."""
-        shown = [
-            self._summaries.Summary.Value(tag=name, simple_value=value)
-            for name, value in values.items()
-        ]
+        shown = []
+        for name, value in values.items():
+            shown.append(self._summaries.Summary.Value(tag=name, simple_value=value))
         self._add(step, summary=self._summaries.Summary(value=shown))
 
     def warn(self, step: int, kind: str, text: str) -> None:

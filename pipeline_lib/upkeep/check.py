@@ -58,10 +58,8 @@ def to_verify(inventory: Inventory, digests: set[str] | None) -> list[SealedDire
     made, runs = chosen(inventory, digests)
     found = [SealedDirectory(one.path, one.bytes, one) for one in made if one.state == SEALED]
     for run in runs:
-        found += [
-            SealedDirectory(path, run.checkpoint_bytes // len(run.checkpoints))
-            for path in run.checkpoints
-        ]
+        for path in run.checkpoints:
+            found.append(SealedDirectory(path, run.checkpoint_bytes // len(run.checkpoints)))
     return found
 
 
@@ -90,62 +88,70 @@ def damaged(inventory: Inventory, digests: set[str] | None) -> list[str]:
     With `digests` (of instances and runs) only theirs.
     """
     made, runs = chosen(inventory, digests)
-    reasons = [*(one.reason for one in made), *(run.reason for run in runs)]
-    problems = [reason for reason in reasons if reason]
+    problems = [one.reason for one in made if one.reason]
+    problems += [run.reason for run in runs if run.reason]
     if digests is None:
-        problems += [str(unreadable(one)) for one in inventory.experiments if not one.parts]
-        problems += [
-            f"{path}: not made by any stage; move it elsewhere" for path in inventory.foreign
-        ]
-        for stage in folders_in(inventory.store.root):
-            for pointer in sorted(stage.glob("[0-9a-f]*.ok")):
-                of_pointer = inventory.by_digest.get(pointer.stem)
-                if of_pointer is None or of_pointer.state == UNFINISHED:
-                    again = "run snakemake, which makes it again if it is needed"
-                    problems.append(f"{pointer}: its directory is missing; {again}")
+        for experiment in inventory.experiments:
+            if not experiment.parts:
+                problems.append(str(unreadable(experiment)))
+        for path in inventory.foreign:
+            problems.append(f"{path}: not made by any stage; move it elsewhere")
+        problems += _pointers_alone(inventory)
     problems += _missing_products(inventory, digests)
     specs = [digest for digest in specs_in(inventory.store) if digests is None or digest in digests]
-    return problems + [
-        problem
-        for problem in each(lambda digest: _spec_problem(inventory, digest), specs)
-        if problem
-    ]
+    of_specs = each(lambda digest: _spec_problem(inventory, digest), specs)
+    problems += [problem for problem in of_specs if problem]
+    return problems
+
+
+def _pointers_alone(inventory: Inventory) -> Iterator[str]:
+    """Yield a problem for each pointer whose directory is missing or unfinished."""
+    for stage in folders_in(inventory.store.root):
+        for pointer in sorted(stage.glob("[0-9a-f]*.ok")):
+            of_pointer = inventory.by_digest.get(pointer.stem)
+            if of_pointer is None or of_pointer.state == UNFINISHED:
+                again = "run snakemake, which makes it again if it is needed"
+                yield f"{pointer}: its directory is missing; {again}"
 
 
 def _problems(one: SealedDirectory, store: Store) -> list[str]:
     try:
         with unreadable_named(one.path):
             manifest = verify(one.path)
-            return list(_wrong_references(one.made, manifest, store)) if one.made else []
+            if one.made is None:
+                return []
+            return list(_wrong_references(one.made, manifest, store))
     except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
         return []
     except IntegrityError as error:
-        # removed meanwhile
-        return [str(error)] if os.path.lexists(one.path / MANIFEST_NAME) else []
+        if not os.path.lexists(one.path / MANIFEST_NAME):  # removed meanwhile
+            return []
+        return [str(error)]
     except Unreadable as error:
         return [str(error)]
 
 
 def _wrong_references(made: Made, manifest: Manifest, store: Store) -> Iterator[str]:
-    spec = Spec.from_json(manifest.spec, str(made.path / MANIFEST_NAME))
+    manifest_path = made.path / MANIFEST_NAME
+    spec = Spec.from_json(manifest.spec, str(manifest_path))
     if spec.digest != made.ref.digest:
-        manifest_path = made.path / MANIFEST_NAME
         yield (
             f"{manifest_path}: its spec has digest {spec.digest}; delete {made.path} and run "
             "snakemake again"
         )
     pointer = store.pointer(made.ref)
-    named = pointer.read_bytes() if is_there(pointer) else None
-    if named is not None and not is_hash(named):
-        yield (
-            f"{pointer}: contains no hash; run snakemake again with the same config, which "
-            "rewrites it"
-        )
-    elif named is not None and named.strip().decode() != sha256_file(made.path / MANIFEST_NAME):
-        yield (
-            f"{pointer}: does not match the manifest in {made.path}; delete both and run "
-            "snakemake again"
-        )
+    if is_there(pointer):
+        named = pointer.read_bytes()
+        if not is_hash(named):
+            yield (
+                f"{pointer}: contains no hash; run snakemake again with the same config, which "
+                "rewrites it"
+            )
+        elif named.strip().decode() != sha256_file(manifest_path):
+            yield (
+                f"{pointer}: does not match the manifest in {made.path}; delete both and run "
+                "snakemake again"
+            )
     for entry in manifest.inputs.values():
         upstream = store.root / entry.stage / entry.digest
         try:
@@ -182,10 +188,11 @@ def _missing_products(inventory: Inventory, digests: set[str] | None) -> Iterato
             missing = missing_products(one, inventory.store)
         except Unreadable:  # reported for that directory itself
             continue
-        for ref in missing if LAST_PART not in [ref.stage for ref in missing] else ():
-            if (digests is None or ref.digest in digests) and not inventory.store.pointer(
-                ref
-            ).exists():
+        if any(ref.stage == LAST_PART for ref in missing):
+            continue
+        for ref in missing:
+            is_asked_for = digests is None or ref.digest in digests
+            if is_asked_for and not inventory.store.pointer(ref).exists():
                 yield (
                     f"{inventory.store.sealed(ref)}: missing for experiment {shown(one.name)}; "
                     "run snakemake again"

@@ -72,55 +72,43 @@ def find_garbage(
     Unreadable if the system does not let a frozen experiment be read. A pattern of names to keep
     may match none as long as another name or pattern does: otherwise nothing would be kept.
     """
-    if unread := next((one for one in inventory.experiments if one.unreadable), None):
-        raise unreadable(unread)
-    if broken := [one for one in inventory.experiments if not one.parts]:
-        raise IntegrityError(
-            "nothing was removed, because these experiments cannot be read; delete their files, or "
-            "restore them:\n"
-            + "\n".join(f"  - {one.path}: not a valid experiment file" for one in broken)
-        )
+    _refuse_unreadable(inventory.experiments)
     no_match = unmatched(inventory.experiments, request.keep or ())
     asked = _asked(inventory, request, no_match)
     live = find_live(inventory, jobs, now_s)
-    spared = {path: why for path, why in live.experiments.items() if path not in asked}
-    for experiment in inventory.experiments:
-        if (
-            experiment.path not in asked
-            and _used_at(inventory, experiment) > now_s - request.older_than_s
-        ):
-            spared.setdefault(experiment.path, "used more recently than --older-than")
+    spared = _spared(inventory, asked, live, now_s - request.older_than_s)
     kept = [one for one in inventory.experiments if one.path in asked or one.path in spared]
     needs = needs_of(inventory, kept, live)
     oldest_s = now_s - max(RECENT_S, request.older_than_s)
-
-    def is_old(path: Path) -> bool:
-        return (
-            path.name.partition(".")[0] not in needs.digests
-            and (changed_at(path) or oldest_s) < oldest_s
-        )
-
-    made = [
-        one
-        for one in inventory.made
-        if one.ref.digest not in needs.digests and one.used_at < oldest_s
-    ]
     runs, leftovers, staying = _in_runs(inventory, needs, live, oldest_s)
-    specs = map(inventory.store.spec_path, specs_in(inventory.store))
+    lonely = _without_directory(inventory)
     return Garbage(
         inventory,
         kept,
         spared,
         experiments=[one for one in inventory.experiments if one not in kept],
-        made=sorted(made, key=_last_first),
+        made=_made_that_go(inventory, needs, oldest_s),
         runs=runs,
         leftovers=leftovers,
-        specs=[
-            path for path in specs if is_old(path) and not inventory.names_of(path.stem) & staying
-        ],
-        pointers=[path for path in _without_directory(inventory) if is_old(path)],
+        specs=_specs_that_go(inventory, needs, staying, oldest_s),
+        pointers=[path for path in lonely if _is_old(path, needs, oldest_s)],
         unmatched=no_match,
     )
+
+
+def _refuse_unreadable(experiments: Iterable[Frozen]) -> None:
+    broken = []
+    for experiment in experiments:
+        if experiment.unreadable:
+            raise unreadable(experiment)
+        if not experiment.parts:
+            broken.append(experiment)
+    if broken:
+        raise IntegrityError(
+            "nothing was removed, because these experiments cannot be read; delete their files, or "
+            "restore them:\n"
+            + "\n".join(f"  - {one.path}: not a valid experiment file" for one in broken)
+        )
 
 
 def _asked(inventory: Inventory, request: CleanupRequest, no_match: Sequence[str]) -> set[Path]:
@@ -129,11 +117,10 @@ def _asked(inventory: Inventory, request: CleanupRequest, no_match: Sequence[str
         names = [name for name in request.keep if name not in no_match] or request.keep
         experiments = named(experiments, names, "store gc --keep-experiments")
     if request.newest_only:
-        experiments = [
-            one
-            for configs in by_name(experiments).values()
-            for one in _newest(configs, inventory.store)
-        ]
+        newest: list[Frozen] = []
+        for configs in by_name(experiments).values():
+            newest += _newest(configs, inventory.store)
+        experiments = newest
     return {one.path for one in experiments}
 
 
@@ -143,7 +130,24 @@ def _newest(configs: Sequence[Frozen], store: Store) -> list[Frozen]:
     The latter is what the name means to users.
     """
     newest_first = sorted(configs, key=lambda one: one.frozen_at, reverse=True)
-    return [newest_first[0], *(newest_with(part, newest_first, store) for part in PRODUCTS)]
+    finished = [newest_with(part, newest_first, store) for part in PRODUCTS]
+    return newest_first[:1] + finished
+
+
+def _spared(
+    inventory: Inventory, asked: set[Path], live: Live, newest_unused_s: float
+) -> dict[Path, str]:
+    """Return the experiments that stay without being asked for, with the reason.
+
+    They are live, or were used after `newest_unused_s` (in s since 1970).
+    """
+    spared = {path: why for path, why in live.experiments.items() if path not in asked}
+    for experiment in inventory.experiments:
+        if experiment.path in asked or experiment.path in spared:
+            continue
+        if _used_at(inventory, experiment) > newest_unused_s:
+            spared[experiment.path] = "used more recently than --older-than"
+    return spared
 
 
 def needs_of(inventory: Inventory, kept: Iterable[Frozen], live: Live) -> Needs:
@@ -171,10 +175,21 @@ def _used_at(inventory: Inventory, experiment: Frozen) -> float:
     It was frozen; what only it uses was last written.
     """
     own = {digest for digest in experiment.parts.values() if len(inventory.users[digest]) == 1}
-    runs = own | {inventory.lock_of(digest) for digest in own}
-    made = (inventory.by_digest.get(digest) for digest in own)
-    begun = (inventory.by_run.get(run) for run in runs)
-    return max([experiment.frozen_at, *(one.used_at for one in (*made, *begun) if one is not None)])
+    newest_s = experiment.frozen_at
+    for digest in own:
+        if digest in inventory.by_digest:
+            newest_s = max(newest_s, inventory.by_digest[digest].used_at)
+        for run in inventory.names_of(digest):
+            if run in inventory.by_run:
+                newest_s = max(newest_s, inventory.by_run[run].used_at)
+    return newest_s
+
+
+def _made_that_go(inventory: Inventory, needs: Needs, oldest_s: float) -> list[Made]:
+    """Return the stage directories that go: unused since `oldest_s`, and needed by none."""
+    unused = [one for one in inventory.made if one.used_at < oldest_s]
+    going = [one for one in unused if one.ref.digest not in needs.digests]
+    return sorted(going, key=_last_first)
 
 
 def _in_runs(
@@ -186,31 +201,52 @@ def _in_runs(
     a rung of halving uses the name of the full training's run.
     """
     beside = runs_beside(inventory.store) if inventory.runs else frozenset()
-    own = [run for run in inventory.runs if not run.names & beside]
-    runs = [
-        run
-        for run in own
-        if not run.names & (needs.runs | needs.digests) and run.used_at < oldest_s
-    ]
-    lying = [
-        *inventory.leftovers,
-        *(one for run in own if run not in runs for one in run.set_aside),
-    ]
-    leftovers = [
-        left for left in lying if left.used_at < oldest_s and left.digest not in live.digests
-    ]
-    staying = {name for run in own if run not in runs for name in run.names}
-    staying |= {
-        left.digest for left in inventory.leftovers if left.digest and left not in leftovers
-    }
-    return runs, leftovers, needs.runs | staying
+    needed = needs.runs | needs.digests
+    going: list[RunFolder] = []
+    lying = list(inventory.leftovers)
+    staying = set(needs.runs)
+    for run in inventory.runs:
+        if run.names & beside:
+            continue
+        if run.used_at < oldest_s and not run.names & needed:
+            going.append(run)
+        else:
+            lying += run.set_aside
+            staying |= run.names
+    old = [left for left in lying if left.used_at < oldest_s]
+    leftovers = [left for left in old if left.digest not in live.digests]
+    for left in inventory.leftovers:
+        if left.digest and left not in leftovers:
+            staying.add(left.digest)
+    return going, leftovers, staying
+
+
+def _specs_that_go(
+    inventory: Inventory, needs: Needs, staying: set[str], oldest_s: float
+) -> list[Path]:
+    """Return the frozen specs that go: no needed one, and none of a name that stays in runs/."""
+    going = []
+    for digest in specs_in(inventory.store):
+        path = inventory.store.spec_path(digest)
+        if _is_old(path, needs, oldest_s) and not inventory.names_of(digest) & staying:
+            going.append(path)
+    return going
+
+
+def _is_old(path: Path, needs: Needs, oldest_s: float) -> bool:
+    """Return whether the spec or pointer `path` is needed by none and unchanged since `oldest_s`."""
+    if path.name.partition(".")[0] in needs.digests:
+        return False
+    return (changed_at(path) or oldest_s) < oldest_s
 
 
 def _last_first(one: Made) -> tuple[int, bool, str]:
     """Return a sort key: results before what they are made from, also within a stage."""
     inputs = one.manifest.inputs.values() if one.manifest else ()
     reads_own_stage = any(entry.stage == one.ref.stage for entry in inputs)
-    place = _LAST_FIRST.index(one.ref.stage) if one.ref.stage in STAGES else -1
+    place = -1
+    if one.ref.stage in STAGES:
+        place = _LAST_FIRST.index(one.ref.stage)
     return place, not reads_own_stage, one.ref.digest
 
 
@@ -220,7 +256,9 @@ def _without_directory(inventory: Inventory) -> Iterator[Path]:
     Results of rehearsals and rungs stay: they are small.
     """
     for folder in folders_in(inventory.store.root):
-        for path in sorted(folder.glob("*.*")) if folder.name not in OWN_FOLDERS else ():
+        if folder.name in OWN_FOLDERS:
+            continue
+        for path in sorted(folder.glob("*.*")):
             digest = path.name.partition(".")[0]
             if is_digest(digest) and digest not in inventory.by_digest:
                 yield path

@@ -126,40 +126,17 @@ class Inventory:
     def read(store: Store) -> "Inventory":
         """Read the contents of `store` once."""
         stages = [path for path in folders_in(store.root) if path.name not in OWN_FOLDERS]
-        entries = [entry for stage in stages for entry in _entries(stage)]
-        found = (Path(entry.path) for entry in entries if entry.name.endswith(".ok"))
-        pointers = {path: changed_at(path) or 0.0 for path in found}
-        folders = [
-            entry
-            for entry in entries
-            if is_digest(entry.name) and entry.is_dir(follow_symlinks=False)
-        ]
-        made = each(lambda entry: _made(entry, pointers), folders)
-        runs_root = runs_in(store)
-        run_folders = [path for path in folders_in(runs_root) if is_digest(path.name)]
-        left = []
-        for folder in (
-            store.root,
-            runs_root,
-            runs_root / LOCKS,
-            *(store.root / name for name in OWN_FOLDERS),
-            *stages,
-        ):
-            for entry in _entries(folder):
-                if (match := _LEFT.fullmatch(entry.name)) is not None:
-                    first = (match[1] or "").partition(".")[0]
-                    digest = first if is_digest(first) else None
-                    left.append(Leftover(Path(entry.path), digest, *size_below(entry.path)))
-        for path in (store.root / name for name in OLD_CACHES):
-            if path.exists():
-                left.append(Leftover(path, None, *size_below(path)))
+        entries: list[os.DirEntry[str]] = []
+        for stage in stages:
+            entries += _entries(stage)
+        run_folders = [path for path in folders_in(runs_in(store)) if is_digest(path.name)]
         return Inventory(
             store,
-            Catalog(store).experiments(all_of_them=True),
-            sorted(made, key=lambda one: (one.ref.stage, one.ref.digest)),
-            each(_run_folder, run_folders),
-            left,
-            sorted(Path(entry.path) for entry in entries if _is_foreign(entry)),
+            experiments=Catalog(store).experiments(all_of_them=True),
+            made=_all_made(entries),
+            in_runs=each(_run_folder, run_folders),
+            left=_all_left(store, stages),
+            foreign=sorted(Path(entry.path) for entry in entries if _is_foreign(entry)),
         )
 
     @cached_property
@@ -170,11 +147,10 @@ class Inventory:
     @cached_property
     def run_names(self) -> frozenset[str]:
         """The names that run folders of this store can have, from its specs and directories."""
-        digests = {
-            *specs_in(self.store),
-            *(one.ref.digest for one in self.made if one.ref.stage == "train"),
-        }
-        return frozenset([*each(self.lock_of, digests), *(self.by_digest.keys() - digests)])
+        digests = set(specs_in(self.store))
+        digests |= {one.ref.digest for one in self.made if one.ref.stage == "train"}
+        others = self.by_digest.keys() - digests
+        return frozenset(each(self.lock_of, digests)) | others
 
     @cached_property
     def runs(self) -> Sequence[RunFolder]:
@@ -199,9 +175,9 @@ class Inventory:
         """
         if isinstance(one, Leftover):
             return one.path.parent != runs_in(self.store) or one.digest in self.run_names
-        return one.name in self.run_names or (
-            bool(one.wanted_by) and self.run_names.issuperset(one.wanted_by)
-        )
+        if one.name in self.run_names:
+            return True
+        return bool(one.wanted_by) and self.run_names.issuperset(one.wanted_by)
 
     @cached_property
     def by_run(self) -> Mapping[str, RunFolder]:
@@ -325,27 +301,65 @@ def _is_foreign(entry: "os.DirEntry[str]") -> bool:
     return not dot and not entry.is_dir(follow_symlinks=False)
 
 
-def _made(entry: "os.DirEntry[str]", pointers: Mapping[Path, float]) -> Made:
-    path = Path(entry.path)
+def _all_made(entries: "Sequence[os.DirEntry[str]]") -> list[Made]:
+    """Return the stage directories among the entries of the stages' folders."""
+    pointers: dict[Path, float] = {}
+    folders = []
+    for entry in entries:
+        path = Path(entry.path)
+        if entry.name.endswith(".ok"):
+            pointers[path] = changed_at(path) or 0.0
+        if is_digest(entry.name) and entry.is_dir(follow_symlinks=False):
+            folders.append(path)
+    made = each(lambda path: _made(path, pointers), folders)
+    return sorted(made, key=lambda one: (one.ref.stage, one.ref.digest))
+
+
+def _made(path: Path, pointers: Mapping[Path, float]) -> Made:
     ref = Ref(path.parent.name, path.name)
     used_at = max(changed_at(path) or 0.0, pointers.get(path.with_name(f"{path.name}.ok"), 0.0))
     try:
         manifest = read_manifest(path)
     except IntegrityError as error:
-        is_damaged = os.path.lexists(path / MANIFEST_NAME)
-        state, reason = (DAMAGED, str(error)) if is_damaged else (UNFINISHED, None)
-        return Made(ref, path, state, size_below(path)[0], used_at, reason=reason)
+        total, _ = size_below(path)
+        if os.path.lexists(path / MANIFEST_NAME):
+            return Made(ref, path, DAMAGED, total, used_at, reason=str(error))
+        return Made(ref, path, UNFINISHED, total, used_at)
     except Unreadable as error:
-        return Made(ref, path, UNREADABLE, size_below(path)[0], used_at, reason=str(error))
-    state, reason = SEALED, None
-    if (manifest.stage, manifest.digest) != (ref.stage, ref.digest):
-        state = DAMAGED
-        reason = (
-            f"{path}: sealed as {manifest.stage} {manifest.digest}; delete it and run "
-            "snakemake again"
-        )
+        total, _ = size_below(path)
+        return Made(ref, path, UNREADABLE, total, used_at, reason=str(error))
     recorded = sum(file.bytes for file in manifest.files.values() if file.bytes > 0)
-    return Made(ref, path, state, recorded, used_at, manifest=manifest, reason=reason)
+    if (manifest.stage, manifest.digest) == (ref.stage, ref.digest):
+        return Made(ref, path, SEALED, recorded, used_at, manifest=manifest)
+    reason = (
+        f"{path}: sealed as {manifest.stage} {manifest.digest}; delete it and run snakemake again"
+    )
+    return Made(ref, path, DAMAGED, recorded, used_at, manifest=manifest, reason=reason)
+
+
+def _all_left(store: Store, stages: Iterable[Path]) -> list[Leftover]:
+    """Return what killed writers and older versions left in the store, its stages and runs/."""
+    runs_root = runs_in(store)
+    folders = [store.root, runs_root, runs_root / LOCKS]
+    folders += [store.root / name for name in OWN_FOLDERS]
+    folders += stages
+    left = []
+    for folder in folders:
+        for entry in _entries(folder):
+            if (match := _LEFT.fullmatch(entry.name)) is not None:
+                name = (match[1] or "").partition(".")[0]
+                digest = name if is_digest(name) else None
+                left.append(_leftover(Path(entry.path), digest))
+    for name in OLD_CACHES:
+        path = store.root / name
+        if path.exists():
+            left.append(_leftover(path, None))
+    return left
+
+
+def _leftover(path: Path, digest: str | None) -> Leftover:
+    total, newest = size_below(path)
+    return Leftover(path, digest, bytes=total, used_at=newest)
 
 
 def _run_folder(path: Path) -> RunFolder:
@@ -358,8 +372,7 @@ def _run_folder(path: Path) -> RunFolder:
     except Unreadable as error:
         checkpoints = ()
         reason = str(error)
-    aside = sorted(entry.path for entry in _entries(path / SET_ASIDE))
-    set_aside = tuple(Leftover(Path(one), path.name, *size_below(one)) for one in aside)
+    aside = sorted(Path(entry.path) for entry in _entries(path / SET_ASIDE))
     return RunFolder(
         path.name,
         path,
@@ -369,7 +382,7 @@ def _run_folder(path: Path) -> RunFolder:
         wanted_by=wanted_by,
         checkpoints=checkpoints,
         reason=reason,
-        set_aside=set_aside,
+        set_aside=tuple(_leftover(one, path.name) for one in aside),
     )
 
 

@@ -1,6 +1,6 @@
 """Lines for a terminal: the contents of a store, their sizes, and what goes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pipeline_lib.core.units import columns, count, size
@@ -18,57 +18,65 @@ OTHERS = "of another store or an unknown stage"
 
 def experiment_lines(found: Sequence[Share], inventory: Inventory, now_s: float) -> list[str]:
     """Return a line for each experiment name, and one for what no experiment names."""
-    rows: list[tuple[str, ...]] = [
-        ("experiment", "configs", "stages", "own", "shared", "checkpoints", "used", "")
-    ]
+    rows = [("experiment", "configs", "stages", "own", "shared", "checkpoints", "used", "")]
     for share in found:
-        problem = f"{_directories(share.damaged)} damaged" if share.damaged else ""
-        if any(one.unreadable for one in share.configs):
-            problem = "its file cannot be read"
-        elif not share.parts:
-            problem = "not a valid experiment file; delete it and run snakemake again"
-        counts = (str(len(share.configs)), f"{share.sealed}/{share.parts}")
-        sizes = (size(share.own), size(share.shared), size(share.checkpoints))
-        rows.append((shown(share.name), *counts, *sizes, ago(now_s - share.used_at), problem))
+        row = (
+            shown(share.name),
+            str(len(share.configs)),
+            f"{share.sealed}/{share.parts}",
+            size(share.own),
+            size(share.shared),
+            size(share.checkpoints),
+            ago(now_s - share.used_at),
+            _problem(share),
+        )
+        rows.append(row)
     orphans = [one for one in inventory.made if one.ref.digest not in inventory.users]
     lines = columns(rows) if found else [f"{inventory.store.root}: no experiments"]
     if orphans or inventory.leftovers:
-        total = size(
-            sum(one.bytes for one in orphans) + sum(left.bytes for left in inventory.leftovers)
-        )
+        total = size(_bytes(orphans) + _bytes(inventory.leftovers))
         left = count(len(inventory.leftovers), "leftovers of killed jobs")
         lines.append(f"used by no experiment: {_directories(len(orphans))} and {left}, {total}")
     return lines
+
+
+def _problem(share: Share) -> str:
+    if any(one.unreadable for one in share.configs):
+        return "its file cannot be read"
+    if not share.parts:
+        return "not a valid experiment file; delete it and run snakemake again"
+    if share.damaged:
+        return f"{_directories(share.damaged)} damaged"
+    return ""
 
 
 def directory_lines(inventory: Inventory, digests: set[str] | None, now_s: float) -> list[str]:
     """Return a line for each stage directory, run folder and leftover, or those of `digests`."""
     rows = [("what", "digest", "size", "state", "used", "by")]
     made, runs = chosen(inventory, digests)
+    aside: list[Leftover] = []
     for one in made:
         used = ago(now_s - one.used_at)
-        rows.append(
-            (one.ref.stage, one.ref.digest, size(one.bytes), one.state, used, _by(inventory, one))
-        )
+        users = _by(inventory, one)
+        rows.append((one.ref.stage, one.ref.digest, size(one.bytes), one.state, used, users))
     for run in runs:
         saved = f"{size(run.checkpoint_bytes)} of checkpoints" if run.checkpoint_bytes else ""
         rows.append(("run", run.name, size(run.bytes), "", ago(now_s - run.used_at), saved))
+        aside += run.set_aside
     lines = columns(rows)
-    lines += [
-        f"set aside by rewind: {_path(one.path)}, {size(one.bytes)}"
-        for run in runs
-        for one in run.set_aside
-    ]
+    for left in aside:
+        lines.append(f"set aside by rewind: {_path(left.path)}, {size(left.bytes)}")
     if digests is None:
-        lines += [
-            f"left by a killed job: {_path(left.path)}, {size(left.bytes)}"
-            for left in inventory.leftovers
-        ]
-        lines += [
-            f"{OTHERS}: {_path(other.path)}, {size(other.bytes)}" for other in inventory.others
-        ]
-        lines += [f"not made by any stage: {_path(path)}" for path in inventory.foreign]
-    return lines + [f"{one.state}: {shown(one.reason)}" for one in made if one.reason]
+        for left in inventory.leftovers:
+            lines.append(f"left by a killed job: {_path(left.path)}, {size(left.bytes)}")
+        for other in inventory.others:
+            lines.append(f"{OTHERS}: {_path(other.path)}, {size(other.bytes)}")
+        for path in inventory.foreign:
+            lines.append(f"not made by any stage: {_path(path)}")
+    for one in made:
+        if one.reason:
+            lines.append(f"{one.state}: {shown(one.reason)}")
+    return lines
 
 
 def use_lines(
@@ -77,19 +85,20 @@ def use_lines(
     """Return lines of the bytes by stage and by experiment, the largest first."""
     lines = []
     if not is_named:
-        uses = by_stage(inventory, logs)
-        rows = [(what, f"{number:,}", size(taken)) for what, number, taken in uses]
-        total = ("together", "", size(sum(taken for _, _, taken in uses)))
-        lines = [*columns([("what", "count", "size"), *rows, total]), ""]
+        uses = [("what", "count", "size")]
+        total = 0
+        for what, number, taken in by_stage(inventory, logs):
+            uses.append((what, f"{number:,}", size(taken)))
+            total += taken
+        uses.append(("together", "", size(total)))
+        lines += columns(uses)
+        lines.append("")
     largest = sorted(found, key=lambda share: -share.own - share.checkpoints)
     some = largest if is_named else largest[:LARGEST]
-    lines += columns(
-        [("experiment", "own", "shared", "checkpoints")]
-        + [
-            (shown(one.name), size(one.own), size(one.shared), size(one.checkpoints))
-            for one in some
-        ]
-    )
+    rows = [("experiment", "own", "shared", "checkpoints")]
+    for one in some:
+        rows.append((shown(one.name), size(one.own), size(one.shared), size(one.checkpoints)))
+    lines += columns(rows)
     if others := largest[len(some) :]:
         own = size(sum(one.own + one.checkpoints for one in others))
         lines.append(
@@ -106,16 +115,14 @@ def garbage_lines(garbage: Garbage, is_all_kept: bool) -> Iterator[str]:
     for experiment in garbage.experiments:
         parts = [inventory.by_digest[digest] for digest in set(experiment.parts.values()) & going]
         name = f"{shown(experiment.name)} ({experiment.path.stem})"
-        yield (
-            f"experiment {name}: {_directories(len(parts))}, "
-            f"{size(sum(one.bytes for one in parts))}"
-        )
-    rows = [
-        (one.ref.stage, one.ref.digest, size(one.bytes), _by(inventory, one))
-        for one in garbage.made
-    ]
-    rows += [("run", run.name, size(run.bytes), "") for run in garbage.runs]
-    rows += [("leftover", _path(left.path), size(left.bytes), "") for left in garbage.leftovers]
+        yield f"experiment {name}: {_directories(len(parts))}, {size(_bytes(parts))}"
+    rows = []
+    for one in garbage.made:
+        rows.append((one.ref.stage, one.ref.digest, size(one.bytes), _by(inventory, one)))
+    for run in garbage.runs:
+        rows.append(("run", run.name, size(run.bytes), ""))
+    for left in garbage.leftovers:
+        rows.append(("leftover", _path(left.path), size(left.bytes), ""))
     yield from columns(rows)
     for pattern in garbage.unmatched:
         yield f"warning: no experiment matches {shown(pattern)!r}, so this pattern keeps nothing"
@@ -123,18 +130,10 @@ def garbage_lines(garbage: Garbage, is_all_kept: bool) -> Iterator[str]:
         name = next(one.name for one in inventory.experiments if one.path == path)
         yield f"also kept: {shown(name)} ({path.stem}): {shown(why)}"
     if others := inventory.others:
-        yield (
-            f"not removed from runs/, {OTHERS}: {len(others):,}, "
-            f"{size(sum(one.bytes for one in others))}"
-        )
+        yield f"not removed from runs/, {OTHERS}: {len(others):,}, {size(_bytes(others))}"
     if is_all_kept:
         yield "all experiments are kept: --keep-experiments was not given"
-    directories: list[Made | RunFolder | Leftover] = [
-        *garbage.made,
-        *garbage.runs,
-        *garbage.leftovers,
-    ]
-    total_bytes = sum(one.bytes for one in directories)
+    total_bytes = _bytes(garbage.made) + _bytes(garbage.runs) + _bytes(garbage.leftovers)
     totals = (
         count(len(garbage.experiments), "experiments"),
         _directories(len(garbage.made)),
@@ -152,18 +151,20 @@ def removal_lines(removal: Removal) -> Iterator[str]:
     """Yield lines of the outcome of a removal."""
     for line in removal.left:
         yield f"left alone: {shown(line)}"
-    yield (
-        f"removed {_directories(len(removal.removed))}, "
-        f"{size(sum(one.bytes for one in removal.removed))}"
-    )
+    yield f"removed {_directories(len(removal.removed))}, {size(_bytes(removal.removed))}"
 
 
 def _by(inventory: Inventory, one: Made) -> str:
-    names = list(
-        dict.fromkeys(shown(user.name) for user in inventory.users.get(one.ref.digest, []))
-    )
+    users = inventory.users.get(one.ref.digest)
+    if not users:
+        return "orphan: no experiment uses it"
+    names = list(dict.fromkeys(shown(user.name) for user in users))
     more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
-    return ", ".join(names[:NAMES]) + more if names else "orphan: no experiment uses it"
+    return ", ".join(names[:NAMES]) + more
+
+
+def _bytes(directories: Iterable[Made | RunFolder | Leftover]) -> int:
+    return sum(one.bytes for one in directories)
 
 
 def _directories(number: int) -> str:

@@ -38,7 +38,7 @@ def find_live(inventory: Inventory, jobs: Sequence[QueuedJob], now_s: float) -> 
         digests.setdefault(inventory.lock_of(digest), why)
     experiments: dict[Path, str] = {}
     for experiment in inventory.experiments:
-        used = [*experiment.parts.values()]
+        used = list(experiment.parts.values())
         if train := experiment.parts.get("train"):
             used.append(inventory.lock_of(train))
         reason = next((digests[digest] for digest in used if digest in digests), None)
@@ -69,10 +69,8 @@ def _live_digests(
             yield digest, f"SLURM job {job.id} makes {digest}: {job.shown}"
     for one in inventory.made:
         if now_s - one.used_at < RECENT_S:
-            yield (
-                one.ref.digest,
-                f"{one.ref.stage} {one.ref.digest} was written {ago(now_s - one.used_at)}",
-            )
+            written = ago(now_s - one.used_at)
+            yield one.ref.digest, f"{one.ref.stage} {one.ref.digest} was written {written}"
     for run in inventory.runs:
         if now_s - run.used_at < RECENT_S:
             yield run.name, f"{run.path} was written to {ago(now_s - run.used_at)}"

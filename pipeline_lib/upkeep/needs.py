@@ -39,12 +39,12 @@ def named(experiments: Sequence[Frozen], names: Iterable[str], where: str) -> li
 
 def unmatched(experiments: Sequence[Frozen], names: Iterable[str]) -> list[str]:
     """Return the patterns among `names` that match no experiment; a plain name is not a pattern."""
-    patterns = [name for name in names if set("*?[") & set(name)]
-    return [
-        pattern
-        for pattern in patterns
-        if not any(fnmatchcase(one.name, pattern) for one in experiments)
-    ]
+    without_match = []
+    for name in names:
+        is_pattern = bool(set("*?[") & set(name))
+        if is_pattern and not any(fnmatchcase(one.name, name) for one in experiments):
+            without_match.append(name)
+    return without_match
 
 
 @dataclass
@@ -100,9 +100,9 @@ class Needs:
     def _add_path(self, path: str) -> None:
         """Add what a local model or data path leads to in this store, as `results/NAME/model`."""
         with suppress(ValueError, OSError, RuntimeError):  # elsewhere, or no path at all
-            self.digests.update(
-                Path(path).resolve().relative_to(self.inventory.store.root.resolve()).parts[1:2]
-            )
+            root = self.inventory.store.root.resolve()
+            below_root = Path(path).resolve().relative_to(root)
+            self.digests.update(below_root.parts[1:2])
 
 
 def _paths_of_sources(config: Any) -> Iterator[str]:

@@ -45,9 +45,8 @@ class Meanwhile:
             frozen = os.listdir(store.root / EXPERIMENTS)  # noqa: PTH208 - for each directory
         except FileNotFoundError:
             frozen = []
-        names = {
-            name for name in frozen if name.endswith(".json") and not name.startswith(".")
-        } - self._expected
+        visible = {name for name in frozen if name.endswith(".json") and not name.startswith(".")}
+        names = visible - self._expected
         if names == self._names:
             return self._wanted
         needs = Needs(self.garbage.inventory)
@@ -59,7 +58,8 @@ class Meanwhile:
                 "a new experiment cannot be read, so nothing more was removed:\n"
                 + "\n".join(needs.problems)
             )
-        self._names, self._wanted = frozenset(names), frozenset(needs.digests | needs.runs)
+        self._names = frozenset(names)
+        self._wanted = frozenset(needs.digests | needs.runs)
         return self._wanted
 
     @cached_property
@@ -106,17 +106,19 @@ class Removal:
         for run in garbage.runs:
             self._remove(run, run.name)
         for leftover in garbage.leftovers:
-            self._remove(leftover, inventory.lock_of(leftover.digest) if leftover.digest else None)
+            lock = inventory.lock_of(leftover.digest) if leftover.digest else None
+            self._remove(leftover, lock)
         self._drop_links()
         for path in garbage.pointers:
             if path.name.partition(".")[0] not in self._meanwhile.wanted():
                 self._unlink(path)
-        still_there = {
-            name for run in garbage.runs if os.path.lexists(run.path) for name in run.names
-        }
-        still_there |= {
-            left.digest for left in garbage.leftovers if left.digest and os.path.lexists(left.path)
-        }
+        still_there: set[str] = set()
+        for run in garbage.runs:
+            if os.path.lexists(run.path):
+                still_there |= run.names
+        for leftover in garbage.leftovers:
+            if leftover.digest and os.path.lexists(leftover.path):
+                still_there.add(leftover.digest)
         for path in garbage.specs:
             if not inventory.names_of(path.stem) & (self._meanwhile.wanted() | still_there):
                 self._unlink(path)
@@ -124,9 +126,8 @@ class Removal:
     def raise_failed(self) -> None:
         """Raise PipelineError listing what could not be removed, if there is anything."""
         if self.failed:
-            raise PipelineError(
-                "\n".join(["these could not be removed:", *(f"  - {line}" for line in self.failed)])
-            )
+            items = "\n".join(f"  - {line}" for line in self.failed)
+            raise PipelineError(f"these could not be removed:\n{items}")
 
     @cached_property
     def _meanwhile(self) -> Meanwhile:
@@ -161,11 +162,13 @@ class Removal:
 
     def _drop_links(self) -> None:
         root = self.garbage.inventory.store.root.resolve()
-        for link in [folder / name for folder in folders_in(self.results) for name in LINKS]:
-            if link.is_symlink() and not link.exists() and link.resolve().is_relative_to(root):
-                self._unlink(link)
-                with suppress(OSError):  # holds something of the user's
-                    link.parent.rmdir()
+        for folder in folders_in(self.results):
+            for name in LINKS:
+                link = folder / name
+                if link.is_symlink() and not link.exists() and link.resolve().is_relative_to(root):
+                    self._unlink(link)
+                    with suppress(OSError):  # holds something of the user's
+                        folder.rmdir()
 
 
 def _delete(path: Path) -> None:

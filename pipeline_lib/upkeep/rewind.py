@@ -92,9 +92,9 @@ def _require_whole(saved: Mapping[int, Path], step: int) -> None:
         verify(saved[step])
     except IntegrityError as error:
         others = ", ".join(str(other) for other in saved if other != step)
-        remedy = (
-            f"rewind to another step: {others}" if others else "without it the training starts over"
-        )
+        remedy = "without it the training starts over"
+        if others:
+            remedy = f"rewind to another step: {others}"
         raise IntegrityError(
             f"step {step} is damaged, so nothing was moved; {remedy} ({error})"
         ) from error
@@ -103,11 +103,9 @@ def _require_whole(saved: Mapping[int, Path], step: int) -> None:
 def _warnings(saved: Mapping[int, Path], step: int, train: Train) -> Iterator[str]:
     """Yield what the run had at `step` and lost since, as it keeps `keep_last` checkpoints."""
     state = read_json(saved[step] / STATE_NAME)
-    window = (
-        Window.from_json(train.guards, state["window"])
-        if "window" in state
-        else Window(train.guards)
-    )
+    window = Window(train.guards)
+    if "window" in state:
+        window = Window.from_json(train.guards, state["window"])
     back = window.step_before(step)
     if back > 0 and back not in saved and not window.has_rolled_back:
         earlier = max((one for one in saved if one < back), default=0)

@@ -42,40 +42,58 @@ def shares(inventory: Inventory) -> list[Share]:
     by_name: dict[str, list[Frozen]] = {}
     for experiment in inventory.experiments:
         by_name.setdefault(experiment.name, []).append(experiment)
-    found = []
-    for name, configs in by_name.items():
-        digests = {digest for one in configs for digest in one.parts.values()}
-        made = [inventory.by_digest[digest] for digest in digests if digest in inventory.by_digest]
-        own = [
-            one
-            for one in made
-            if all(user.name == name for user in inventory.users[one.ref.digest])
-        ]
-        own_bytes = sum(one.bytes for one in own)
-        runs = [
-            inventory.by_run[run]
-            for run in run_names(inventory, configs)
-            if run in inventory.by_run
-        ]
-        share = Share(
-            name,
-            configs,
-            parts=len(digests),
-            sealed=sum(one.state == SEALED for one in made),
-            damaged=sum(one.state == DAMAGED for one in made),
-            own=own_bytes,
-            shared=sum(one.bytes for one in made) - own_bytes,
-            checkpoints=sum(run.checkpoint_bytes for run in runs),
-            used_at=max([*(one.frozen_at for one in configs), *(one.used_at for one in own)]),
-        )
-        found.append(share)
+    found = [_share(inventory, name, configs) for name, configs in by_name.items()]
     return sorted(found, key=lambda share: (-share.used_at, share.name))
+
+
+def _share(inventory: Inventory, name: str, configs: Sequence[Frozen]) -> Share:
+    digests = _digests(configs)
+    made = [inventory.by_digest[digest] for digest in digests if digest in inventory.by_digest]
+    used_at = max(one.frozen_at for one in configs)
+    own_bytes = 0
+    shared_bytes = 0
+    for one in made:
+        users = {user.name for user in inventory.users[one.ref.digest]}
+        if users == {name}:
+            own_bytes += one.bytes
+            used_at = max(used_at, one.used_at)
+        else:
+            shared_bytes += one.bytes
+    checkpoint_bytes = 0
+    for run in run_names(inventory, configs):
+        if run in inventory.by_run:
+            checkpoint_bytes += inventory.by_run[run].checkpoint_bytes
+    return Share(
+        name,
+        configs,
+        parts=len(digests),
+        sealed=sum(one.state == SEALED for one in made),
+        damaged=sum(one.state == DAMAGED for one in made),
+        own=own_bytes,
+        shared=shared_bytes,
+        checkpoints=checkpoint_bytes,
+        used_at=used_at,
+    )
+
+
+def _digests(experiments: Iterable[Frozen]) -> set[str]:
+    """Return the digests of the stage instances of `experiments`."""
+    digests: set[str] = set()
+    for one in experiments:
+        digests.update(one.parts.values())
+    return digests
 
 
 def run_names(inventory: Inventory, experiments: Iterable[Frozen]) -> set[str]:
     """Return the names of the run folders of the stage instances of `experiments`."""
-    parts = [(part, digest) for one in experiments for part, digest in one.parts.items()]
-    return {inventory.lock_of(digest) if part == "train" else digest for part, digest in parts}
+    names = set()
+    for one in experiments:
+        for part, digest in one.parts.items():
+            if part == "train":
+                names.add(inventory.lock_of(digest))
+            else:
+                names.add(digest)
+    return names
 
 
 def used_by(
@@ -86,11 +104,10 @@ def used_by(
     Without `names` the digests are None, which means all. Raises ConfigError, with `where` as its
     place, for an unknown name.
     """
-    found = named(inventory.experiments, names, where) if names else list(inventory.experiments)
-    digests = {digest for one in found for digest in one.parts.values()} | run_names(
-        inventory, found
-    )
-    return {one.name for one in found}, digests if names else None
+    if not names:
+        return {one.name for one in inventory.experiments}, None
+    found = named(inventory.experiments, names, where)
+    return {one.name for one in found}, _digests(found) | run_names(inventory, found)
 
 
 def by_stage(inventory: Inventory, logs: Path) -> list[tuple[str, int, int]]:
@@ -98,30 +115,29 @@ def by_stage(inventory: Inventory, logs: Path) -> list[tuple[str, int, int]]:
     stages: dict[str, list[int]] = {}
     for one in inventory.made:
         stages.setdefault(one.ref.stage, []).append(one.bytes)
-    runs = inventory.runs
-    left = inventory.leftovers
+    uses = [(stage, len(sizes), sum(sizes)) for stage, sizes in stages.items()]
+    uses.sort(key=lambda use: -use[2])
+
+    saved: list[int] = []
+    aside: list[int] = []
+    other_bytes = 0
+    for run in inventory.runs:
+        if run.checkpoint_bytes > 0:
+            saved.append(run.checkpoint_bytes)
+        of_run = [one.bytes for one in run.set_aside]
+        aside += of_run
+        other_bytes += run.bytes - run.checkpoint_bytes - sum(of_run)
+    uses.append(("checkpoints in runs/", len(saved), sum(saved)))
+    uses.append(("checkpoints set aside in runs/", len(aside), sum(aside)))
+    uses.append(("other files in runs/", len(inventory.runs), other_bytes))
+
     others = inventory.others
-    small = [
-        folder
-        for folder in folders_in(inventory.store.root)
-        if folder.name in (SPECS, EXPERIMENTS, SWEEPS)
-    ]
-    saved = [run.checkpoint_bytes for run in runs if run.checkpoint_bytes > 0]
-    aside = [one.bytes for run in runs for one in run.set_aside]
-    return [
-        *sorted(
-            ((stage, len(made), sum(made)) for stage, made in stages.items()),
-            key=lambda use: -use[2],
-        ),
-        ("checkpoints in runs/", len(saved), sum(saved)),
-        ("checkpoints set aside in runs/", len(aside), sum(aside)),
-        (
-            "other files in runs/",
-            len(runs),
-            sum(run.bytes - run.checkpoint_bytes for run in runs) - sum(aside),
-        ),
-        ("of other stores in runs/", len(others), sum(one.bytes for one in others)),
-        ("left by killed jobs", len(left), sum(one.bytes for one in left)),
-        ("specs, experiments", len(small), sum(size_below(folder)[0] for folder in small)),
-        (f"logs in {logs}", int(logs.is_dir()), size_below(logs)[0]),
-    ]
+    uses.append(("of other stores in runs/", len(others), sum(one.bytes for one in others)))
+    left = inventory.leftovers
+    uses.append(("left by killed jobs", len(left), sum(one.bytes for one in left)))
+    folders = folders_in(inventory.store.root)
+    small = [folder for folder in folders if folder.name in (SPECS, EXPERIMENTS, SWEEPS)]
+    small_bytes = sum(size_below(folder)[0] for folder in small)
+    uses.append(("specs, experiments", len(small), small_bytes))
+    uses.append((f"logs in {logs}", int(logs.is_dir()), size_below(logs)[0]))
+    return uses
