@@ -318,7 +318,7 @@ def test_conversations_without_an_answer(project: Project) -> None:
     unanswered = [json.dumps({"messages": [asked]})] * 5
     answered = json.dumps({"messages": [asked, {"role": "assistant", "content": "I am."}]})
     use_file(project, unanswered)
-    fails_with(project, "data.train[0].path: rows.jsonl:1: only user", code=2)
+    fails_with(project, "data.train[0].path: rows.jsonl:1: no assistant turn: only user", code=2)
     use_file(project, [answered, *unanswered])
     fails_with(project, "rows.jsonl", "no_assistant_turn")
 
