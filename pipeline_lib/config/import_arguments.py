@@ -1,7 +1,7 @@
-"""From the arguments of transformers' Trainer, LLaMA-Factory and DeepSpeed to keys of this project.
+"""From the arguments of other tools, under their common names, to keys of this project.
 
-The defaults are those of transformers 5 (TrainingArguments) and of LLaMA-Factory (its hparams), as
-of August 2026. One that differs from ours is written out, so that the imported config trains alike.
+A default of the tool that differs from ours is written out, so that the imported config trains
+alike.
 """
 
 import math
@@ -83,7 +83,7 @@ def _batch(draft: Draft, origin: Origin) -> None:
     if draft.truth("use_cpu") or draft.truth("no_cuda"):
         draft.taken("use_cpu no_cuda", {"cluster.gpus_per_node": 0})
     if micro is None or accumulation is None:
-        _batch_of_total(draft, total)
+        _batch_of_total(draft, total, gpus)
         return
     said = f"{micro} a GPU x {accumulation} accumulated x "
     is_exact = draft.has("per_device_train_batch_size") and (
@@ -108,6 +108,9 @@ def _batch(draft: Draft, origin: Origin) -> None:
     if block is not None and is_packed(draft):
         values = {"train.global_batch_tokens": samples * block}
         said += f"; with packing, a sample there is a packed sequence of {block} tokens"
+    elif origin.is_of_training and is_packed(draft):
+        said += "; a sample there is a packed sequence, of a length that no file says: set"
+        said += " train.global_batch_tokens"
     else:
         draft.taken(
             "packing neat_packing",
@@ -117,12 +120,16 @@ def _batch(draft: Draft, origin: Origin) -> None:
         known = None
         said = f"{micro} x {accumulation} accumulated, on the CPU"
     else:
-        values["cluster.gpus_per_node"] = (known or 1) // _machines(draft)
+        values["cluster.gpus_per_node"] = _gpus_of_a_machine(draft, known)
     draft.changed(_BATCH, values, f"samples of an optimizer step over all ranks: {said}")
 
 
 def _machines(draft: Draft) -> int:
     return draft.whole("num_machines", 1) or 1
+
+
+def _gpus_of_a_machine(draft: Draft, ranks: int | None) -> int:
+    return max(1, (ranks or 1) // _machines(draft))
 
 
 def _ranks(draft: Draft) -> int | None:
@@ -159,10 +166,9 @@ def _accumulation(draft: Draft, origin: Origin, micro: int | None, gpus: int | N
     return draft.whole(key, by_default)
 
 
-def _batch_of_total(draft: Draft, total: int | None) -> None:
+def _batch_of_total(draft: Draft, total: int | None, ranks: int | None) -> None:
     """Convert the batch of a DeepSpeed JSON whose micro-batch is not given."""
-    ranks = _ranks(draft)
-    gpus = draft.values.get("cluster.gpus_per_node", (ranks or 1) // _machines(draft))
+    gpus = draft.values.get("cluster.gpus_per_node", _gpus_of_a_machine(draft, ranks))
     values = {"cluster.gpus_per_node": gpus}
     if total is not None:
         why = "samples of an optimizer step over all GPUs"
@@ -338,12 +344,15 @@ def _precision(draft: Draft, origin: Origin) -> None:
     dtype = draft.text("torch_dtype")
     chosen = [key for key in ("fp8", "bf16", "pure_bf16", "fp16") if draft.truth(key)]
     mixed = draft.text("mixed_precision", "no")
-    if not chosen and mixed in ("bf16", "fp16", "fp8"):
-        chosen = [mixed]
-    elif not chosen and origin.tool == SWIFT and dtype in ("float16", "float32"):
+    if not chosen and origin.tool == SWIFT and dtype in ("float16", "float32"):
         chosen = ["fp16"]
     elif not chosen and origin.default("bf16") and draft.value("bf16") is None:
         chosen = ["bf16"]
+    elif not chosen and mixed in ("bf16", "fp16", "fp8"):
+        chosen = [mixed]
+    if chosen and mixed not in chosen:
+        why = "without effect there, too: the arguments of the training decide"
+        draft.taken("mixed_precision", why=why)
     if {"bf16", "fp16"} <= set(chosen):
         draft.problems.append("bf16 and fp16: both are true; keep one of them")
     values = {"train.precision": "bf16"}

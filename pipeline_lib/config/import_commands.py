@@ -31,6 +31,7 @@ _TRAINS = {
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "python", "python3")
 _PROGRAMS = (*dict.fromkeys(program for program, _ in _TRAINS), "megatron", *_LAUNCHERS)
 _OF_PREFERENCES = ("dpo", "grpo", "kto", "reward", "rloo", "ppo", "orpo", "cpo", "gkd", "rlhf")
+_BEFORE_PROGRAMS = ("nohup", "exec", "time")
 _ENVIRONMENT = {
     "NPROC_PER_NODE": "nproc_per_node",
     "NNODES": "num_machines",
@@ -59,10 +60,13 @@ def read_command(text: str, source: str) -> Command | None:
             known = variables | environment
             environment[match[1]] = _filled(match[2].strip("'\""), known)
             words = words[1:]
+        if words and words[0] in _BEFORE_PROGRAMS:
+            words = words[1:]
         if not words:
             variables |= environment
         elif words[0] in _PROGRAMS:
-            commands.append((environment, line[line.index(words[0]) :]))
+            at = re.search(rf"(^|\s){re.escape(words[0])}\s", f"{line} ")
+            commands.append((environment, line[at.start() if at else 0 :]))
     if not commands:
         return None
     if len(commands) > 1:
@@ -76,7 +80,7 @@ def read_command(text: str, source: str) -> Command | None:
 def _words(line: str, variables: dict[str, str], source: str) -> list[str]:
     """Return the words of a command, with its variables filled in."""
     filled = _filled(line, variables)
-    if left := re.search(r"\$[({\w][^ ]*|`", filled):
+    if left := re.search(r"\$[({@\w][^ ]*|`", filled):
         text = f"{left[0]} is not evaluated: write its value into the command"
         raise ConfigError(source, [text])
     try:
@@ -125,6 +129,8 @@ def _refuse_others(name: str, command: str, source: str) -> None:
 
 def _launched(words: list[str], environment: dict[str, Any], source: str) -> Command:
     """Return the launcher's options and the script's; the script decides whose arguments it has."""
+    if words[1:3] == ["-m", "torch.distributed.run"]:
+        words = ["torchrun", *words[3:]]
     scripts = [
         number
         for number, word in enumerate(words[1:], 1)
@@ -159,7 +165,10 @@ def _options(words: Any) -> dict[str, Any]:
             given[name] = [scalar(value)] if value else []
         elif name:
             given[name].append(scalar(word))
-        elif not name:
+        elif "=" in word:
+            key, _, value = word.partition("=")
+            given[key] = [scalar(value)]
+        else:
             given.setdefault("config", []).append(word)
     return {name: _value(values) for name, values in given.items()}
 

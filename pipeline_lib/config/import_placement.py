@@ -15,7 +15,7 @@ def convert_placement(draft: Draft) -> None:
     )
     if stage is not None:
         _zero(draft, stage, optimizer not in (None, "none"), params not in (None, "none"))
-    elif draft.value("fsdp") or draft.has("fsdp_config.version"):
+    elif draft.value("fsdp") or any(key.startswith("fsdp_config.") for key in draft.given):
         _fsdp(draft)
     else:
         draft.taken("fsdp", why="replicated on each GPU (ddp), as here by default")

@@ -22,7 +22,8 @@ def convert_sources(draft: Draft, origin: Origin, count_rows: CountRows) -> None
         held_out = [
             _of_swift(draft, "eval_dataset", text, origin) for text in draft.words("eval_dataset")
         ]
-        keys, held_out_keys = "dataset columns", "eval_dataset"
+        keys, held_out_keys = "dataset", "eval_dataset"
+        draft.without("columns", "write them into data.train, each with our name first")
     elif draft.has("dataset_name"):
         train = [_of_trl(draft, origin, "dataset_train_split", "train")]
         held_out = _test_split(draft, origin)
@@ -37,7 +38,10 @@ def convert_sources(draft: Draft, origin: Origin, count_rows: CountRows) -> None
         held_out_keys = " ".join(f"test_datasets[{number}].path" for number in range(len(held_out)))
     if not train:
         return
-    hold_out(draft, [str(one) for one in held_out], train, count_rows)
+    if origin.tool == SWIFT and held_out:
+        draft.taken("val_size", why="without effect there, too: val_dataset decides")
+    else:
+        hold_out(draft, [str(one) for one in held_out], train, count_rows)
     if held_out:
         draft.taken(held_out_keys, {"data.validation": held_out})
     if origin.tool == SWIFT and any("max_rows" in source for source in train):
@@ -132,6 +136,8 @@ def _entry(draft: Draft, entry: str, origin: Origin) -> Source:
     draft.taken(f"{entry}.data_files {entry}.ds_type", why="data.train")
     if source["source"] != "file" and not files:
         _subset_and_split(draft, entry, source)
+    why = "files that are named have neither subsets nor splits here"
+    draft.without(f"{entry}.name {entry}.split", why)
     if (revision := draft.text(f"{entry}.revision")) is not None and source["source"] != "file":
         source["revision"] = revision
         draft.taken(f"{entry}.revision", why="data.train, revision")

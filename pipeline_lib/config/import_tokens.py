@@ -53,8 +53,11 @@ def _length(draft: Draft, origin: Origin) -> None:
     """Convert the length of a sample, and what becomes of a longer one."""
     limit = draft.whole("cutoff_len", origin.default("cutoff_len"))
     if limit is not None:
-        lengths = {"tokenize.max_tokens": limit, "shard.block_tokens": limit}
-        draft.taken("cutoff_len", lengths, "tokens of a sample, and of a packed sequence")
+        block = draft.whole("packing_length", limit)
+        lengths = {"tokenize.max_tokens": limit, "shard.block_tokens": block}
+        draft.taken(
+            "cutoff_len packing_length", lengths, "tokens of a sample, and of a packed sequence"
+        )
     key = "truncation_strategy"
     there = draft.text(key, origin.default(key)) or ""
     ours = _OVER_LONG.get(there)

@@ -35,8 +35,7 @@ _TELLING = {
     ),
     SWIFT: (
         "model train_type tuner_type dataset val_dataset split_dataset_ratio truncation_strategy "
-        "agent_template torch_dtype attn_impl loss_scale rlhf_type target_modules quant_method "
-        "max_length"
+        "agent_template torch_dtype attn_impl loss_scale rlhf_type target_modules quant_method"
     ),
     TRL: (
         "model_name_or_path dataset_name dataset_config dataset_train_split use_peft lora_r "

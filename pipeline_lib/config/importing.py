@@ -141,7 +141,8 @@ def import_files(
 def _origin(files: Sequence[_File], main: _File, draft: Draft, hub: str) -> Origin:
     kinds = {file.kind for file in files}
     if main.kind == SWIFT:
-        hub = "huggingface" if draft.truth("use_hf") else "modelscope"
+        uses_hf = str(draft.value("use_hf")).lower() in ("1", "true")
+        hub = "huggingface" if uses_hf else "modelscope"
         draft.taken("use_hf", why=f"source: {hub}")
     return Origin(
         tool=main.kind if main.kind in WITH_ARGUMENTS else None,
@@ -225,10 +226,10 @@ def _read(path: Path) -> list[_File]:
 
 
 def _of_command(path: Path, kind: str, content: dict[str, Any]) -> _File:
-    """Return a part of a command; the options of an unknown script tell whose arguments it has."""
+    """Return a part of a command; an unknown script has LLaMA-Factory's arguments or the Trainer's."""
     _refuse_preferences(content)
-    if kind == ARGUMENTS and content:
-        kind = _kind(content)
+    if kind == ARGUMENTS and "finetuning_type" in content:
+        kind = LLAMA_FACTORY
     return _File(path, kind, content, is_command=True)
 
 

@@ -450,7 +450,8 @@ def test_a_file_of_accelerate_belongs_beside_another() -> None:
     assert config["cluster"] == {"gpus_per_node": 8}
     train = config["train"]
     assert (train["strategy"], train["reshard_after_forward"]) == ("fsdp", False)
-    assert (train["precision"], train["global_batch_tokens"]) == ("fp16", 2 * 8 * 8 * 2048)
+    assert train["global_batch_tokens"] == 2 * 8 * 8 * 2048
+    assert "precision" not in train  # TRL's bf16, our default, whatever accelerate is told
     alone = imported(write("fsdp2.yaml", FSDP2))
     assert alone.missing == ("model", "data")
 
@@ -470,6 +471,28 @@ def test_several_machines_are_named_and_the_batch_counts_all_gpus() -> None:
     assert config_of(result)["cluster"] == {"gpus_per_node": 8}
     assert config_of(result)["train"]["global_batch_tokens"] == 2 * 8 * 16 * 2048
     assert "cluster.nodes" in row_of(result, "num_machines").why
+
+
+@pytest.mark.parametrize(
+    ("line", "gpus", "lr"),
+    [
+        ("torchrun --nproc_per_node 4 --master_port 1 sft.py --learning_rate 1e-5", 4, 1e-5),
+        ("nohup python -m torch.distributed.run --nproc_per_node=2 sft.py &", 2, 2e-5),
+        ("accelerate launch --multi_gpu --num_processes 3 -m trl.scripts.sft --packing", 3, 2e-5),
+        ("deepspeed --num_gpus 2 train.py --learning_rate 3e-5 --output_dir out", 2, 3e-5),
+        ("llamafactory-cli train lf.yaml learning_rate=3e-5", 1, 3e-5),
+        ("axolotl train a.yaml --learning-rate 3e-5", 1, 3e-5),
+        ("swift sft --model Q/Q --use_hf 1 --tuner_type lora", 1, 1e-4),
+    ],
+)
+def test_commands_in_the_forms_that_people_write(line: str, gpus: int, lr: float) -> None:
+    write("lf.yaml", "model_name_or_path: Q/Q\nfinetuning_type: full\nlearning_rate: 1e-5\n")
+    write("a.yaml", AXOLOTL_FSDP)
+
+    config = config_of(imported(write("run.sh", f"#!/bin/bash\nset -e\n{line}\n")))
+
+    assert config["cluster"] == {"gpus_per_node": gpus}
+    assert config["train"]["lr"] == lr
 
 
 # What is refused.
