@@ -2,6 +2,7 @@
 
 import glob
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,43 +12,39 @@ from pipeline_lib.config.import_draft import Draft, shown
 from pipeline_lib.config.import_tools import AXOLOTL, SWIFT, Origin
 
 _GENERIC = ("json", "csv", "parquet", "arrow")  # builders of `datasets`, given as a path
-_LISTS = ("datasets", "pretraining_dataset")
 _OWN_TEMPLATE = "the model's own chat template is used"
+
+
+@dataclass(frozen=True)
+class _Data:
+    """What is trained on and what is held out, and the keys, words, that say so."""
+
+    train: list[Source]
+    held_out: list[Source]
+    keys: str
+    keys_of_held_out: str
 
 
 def convert_sources(draft: Draft, origin: Origin, count_rows: CountRows) -> None:
     """Convert the data, and what of them is held out; `origin` is of a whole training."""
     if origin.tool == SWIFT:
-        train = [_of_swift(draft, "dataset", text, origin) for text in draft.words("dataset")]
-        held_out = [
-            _of_swift(draft, "eval_dataset", text, origin) for text in draft.words("eval_dataset")
-        ]
-        keys, held_out_keys = "dataset", "eval_dataset"
-        draft.without("columns", "write them into data.train, each with our name first")
+        data = _of_swift(draft, origin)
     elif draft.has("dataset_name"):
-        train = [_of_trl(draft, origin, "dataset_train_split", "train")]
-        held_out = _test_split(draft, origin)
-        keys = "dataset_name dataset_config dataset_train_split"
-        held_out_keys = "dataset_test_split"
+        data = _of_trl(draft, origin)
     else:
-        train = _entries(draft, "datasets", origin)
-        train += _entries(draft, "pretraining_dataset", origin)
-        held_out = _entries(draft, "test_datasets", origin)
-        places = [f"[{number}].path" for number in range(len(train))]
-        keys = " ".join(f"{key}{place}" for key in _LISTS for place in places)
-        held_out_keys = " ".join(f"test_datasets[{number}].path" for number in range(len(held_out)))
-    if not train:
+        data = _of_lists(draft, origin)
+    if not data.train:
         return
-    if origin.tool == SWIFT and held_out:
+    if origin.tool == SWIFT and data.held_out:
         draft.taken("val_size", why="without effect there, too: val_dataset decides")
     else:
-        hold_out(draft, [str(one) for one in held_out], train, count_rows)
-    if held_out:
-        draft.taken(held_out_keys, {"data.validation": held_out})
-    if origin.tool == SWIFT and any("max_rows" in source for source in train):
+        hold_out(draft, [str(one) for one in data.held_out], data.train, count_rows)
+    if data.held_out:
+        draft.taken(data.keys_of_held_out, {"data.validation": data.held_out})
+    if origin.tool == SWIFT and any("max_rows" in source for source in data.train):
         why = "the rows of a set with a # are chosen at random there; here they are its first ones"
-        draft.changed(keys, {"data.train": train}, why)
-    draft.taken(keys, {"data.train": train})
+        draft.changed(data.keys, {"data.train": data.train}, why)
+    draft.taken(data.keys, {"data.train": data.train})
 
 
 def _place(name: str, origin: Origin, hub: str | None = None) -> Source:
@@ -69,7 +66,19 @@ def _place(name: str, origin: Origin, hub: str | None = None) -> Source:
 # ms-swift: `hub::name:subset#rows`.
 
 
-def _of_swift(draft: Draft, key: str, text: str, origin: Origin) -> Source:
+def _of_swift(draft: Draft, origin: Origin) -> _Data:
+    draft.without("columns", "write them into data.train, each with our name first")
+    return _Data(
+        train=[_named(draft, "dataset", name, origin) for name in draft.words("dataset")],
+        held_out=[
+            _named(draft, "eval_dataset", name, origin) for name in draft.words("eval_dataset")
+        ],
+        keys="dataset",
+        keys_of_held_out="eval_dataset",
+    )
+
+
+def _named(draft: Draft, key: str, text: str, origin: Origin) -> Source:
     hub_word, _, rest = text.rpartition("::")
     hub = {"hf": "huggingface", "ms": "modelscope"}.get(hub_word.lower())
     name, _, rows = rest.partition("#")
@@ -87,7 +96,16 @@ def _of_swift(draft: Draft, key: str, text: str, origin: Origin) -> Source:
 # TRL: one data set of a hub.
 
 
-def _of_trl(draft: Draft, origin: Origin, split_key: str, split: str) -> Source:
+def _of_trl(draft: Draft, origin: Origin) -> _Data:
+    return _Data(
+        train=[_split(draft, origin, "dataset_train_split", "train")],
+        held_out=_test_split(draft, origin),
+        keys="dataset_name dataset_config dataset_train_split",
+        keys_of_held_out="dataset_test_split",
+    )
+
+
+def _split(draft: Draft, origin: Origin, split_key: str, split: str) -> Source:
     source = _place(draft.text("dataset_name") or "", origin)
     is_on_hub = source["source"] != "file"
     subset = draft.text("dataset_config")
@@ -108,31 +126,41 @@ def _test_split(draft: Draft, origin: Origin) -> list[Source]:
     if str(draft.value("eval_strategy", "no")).lower() in ("no", "false"):
         draft.taken("dataset_test_split", why="without effect there, too: eval_strategy is no")
         return []
-    return [_of_trl(draft, origin, "dataset_test_split", "test")]
+    return [_split(draft, origin, "dataset_test_split", "test")]
 
 
 # Axolotl, and TRL's mixtures: lists of entries.
 
 
+def _of_lists(draft: Draft, origin: Origin) -> _Data:
+    return _Data(
+        train=_entries(draft, "datasets", origin) + _entries(draft, "pretraining_dataset", origin),
+        held_out=_entries(draft, "test_datasets", origin),
+        keys=f"{_paths(draft, 'datasets')} {_paths(draft, 'pretraining_dataset')}",
+        keys_of_held_out=_paths(draft, "test_datasets"),
+    )
+
+
+def _paths(draft: Draft, key: str) -> str:
+    """Return the keys of the paths in the list `key`, as words."""
+    paths = [name for name in draft.given if name.startswith(f"{key}[")]
+    return " ".join(name for name in paths if name.endswith("].path"))
+
+
 def _entries(draft: Draft, key: str, origin: Origin) -> list[Source]:
     sources: list[Source] = []
-    while draft.has(f"{key}[{len(sources)}].path"):
-        sources.append(_entry(draft, f"{key}[{len(sources)}]", origin))
+    for path in _paths(draft, key).split():
+        sources += _entry(draft, path.removesuffix(".path"), origin)
     return sources
 
 
-def _entry(draft: Draft, entry: str, origin: Origin) -> Source:
-    """Return the item of `data.train` for `entry`, and account for its keys."""
+def _entry(draft: Draft, entry: str, origin: Origin) -> list[Source]:
+    """Return the items of `data.train` for `entry`, and account for its keys."""
     path = draft.text(f"{entry}.path") or ""
     files = draft.words(f"{entry}.data_files")
-    if path in _GENERIC and files:
-        source = _place(files[0], origin)
-        if len(files) > 1:
-            draft.without(f"{entry}.data_files", "one file or glob an item: write one for each")
-    else:
-        source = _place(path, origin)
-        if files and source["source"] != "file":
-            source["files"] = files
+    source = _place(path, origin)
+    if files:
+        source["files"] = files
     draft.taken(f"{entry}.data_files {entry}.ds_type", why="data.train")
     if source["source"] != "file" and not files:
         _subset_and_split(draft, entry, source)
@@ -145,7 +173,15 @@ def _entry(draft: Draft, entry: str, origin: Origin) -> Source:
         _layout(draft, entry, source)
     why = "shards are not read: max_rows takes the first rows"
     draft.without(f"{entry}.shards {entry}.shards_idx {entry}.fraction", why)
-    return source
+    if files and (path in _GENERIC or source["source"] == "file"):
+        return [_of_file(source, name, origin) for name in files]
+    return [source]
+
+
+def _of_file(source: Source, name: str, origin: Origin) -> Source:
+    """Return `source` with the file `name` as its place."""
+    layout = {key: source[key] for key in ("format", "columns", "roles") if key in source}
+    return _place(name, origin) | layout
 
 
 def _subset_and_split(draft: Draft, entry: str, source: Source) -> None:

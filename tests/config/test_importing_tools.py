@@ -24,7 +24,7 @@ datasets:
     message_property_mappings: {role: from, content: value}
     roles: {user: [human, customer], assistant: [gpt]}
   - {path: rows.jsonl, ds_type: json, type: alpaca}
-  - {path: json, data_files: texts.jsonl, type: completion, field: body}
+  - {path: json, data_files: [texts.jsonl, more.jsonl], type: completion, field: body}
 val_set_size: 0.05
 output_dir: ./outputs/out
 dataset_prepared_path: last_run_prepared
@@ -196,7 +196,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in ("rows.jsonl", "held-out.jsonl"):
         write(name, '{"instruction": "Say hello.", "output": "Hello."}\n')
-    write("texts.jsonl", '{"body": "Hello."}\n')
+    for name in ("texts.jsonl", "more.jsonl"):
+        write(name, '{"body": "Hello."}\n')
     return tmp_path
 
 
@@ -256,6 +257,12 @@ def test_a_qlora_of_axolotl_is_trained_alike() -> None:
             {
                 "source": "file",
                 "path": "texts.jsonl",
+                "format": "text",
+                "columns": {"text": "body"},
+            },
+            {
+                "source": "file",
+                "path": "more.jsonl",
                 "format": "text",
                 "columns": {"text": "body"},
             },
