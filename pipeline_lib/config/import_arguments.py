@@ -402,7 +402,10 @@ def _saving(draft: Draft, origin: Origin) -> None:
     elif steps is not None:
         why = "a number of steps here, train.save_every_steps, or `auto`, our default"
         draft.changed("save_steps save_strategy", None, why)
-    if draft.has("save_total_limit"):
+    limit = draft.number("save_total_limit")
+    if limit is not None and limit < 1:
+        draft.changed("save_total_limit", None, "all are kept there; here train.keep_last of them")
+    elif limit is not None:
         draft.same("save_total_limit", "train.keep_last")
 
 

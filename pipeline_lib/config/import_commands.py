@@ -41,6 +41,7 @@ _ENVIRONMENT = {
 _LAUNCHER_NAMES = {"nnodes": "num_machines", "num_gpus": "nproc_per_node"}
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)")
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
+_QUOTIENT = re.compile(r"\$\(expr (\d{1,9}) / (\d{1,9})\)")
 _END_OF_COMMAND = re.compile(r"[|&;<>]+|\d?>+&?\d?")
 
 Command = list[tuple[str, dict[str, Any]]]  # kinds of files, and the keys that one would have
@@ -69,6 +70,9 @@ def read_command(text: str, source: str) -> Command | None:
             commands.append((environment, line[at.start() if at else 0 :]))
     if not commands:
         return None
+    trainings = [one for one in commands if tuple(one[1].split()[:2]) in _TRAINS]
+    if len(trainings) == 1:  # what follows it in articles uses the model
+        commands = trainings
     if len(commands) > 1:
         starts = ", ".join(" ".join(line.split()[:2]) for _, line in commands)
         raise ConfigError(source, [f"holds several commands ({starts}): keep one of them"])
@@ -79,7 +83,7 @@ def read_command(text: str, source: str) -> Command | None:
 
 def _words(line: str, variables: dict[str, str], source: str) -> list[str]:
     """Return the words of a command, with its variables filled in."""
-    filled = _filled(line, variables)
+    filled = _QUOTIENT.sub(_quotient, _filled(line, variables))
     if left := re.search(r"\$[({@\w][^ ]*|`", filled):
         text = f"{left[0]} is not evaluated: write its value into the command"
         raise ConfigError(source, [text])
@@ -89,6 +93,12 @@ def _words(line: str, variables: dict[str, str], source: str) -> list[str]:
         raise ConfigError(source, [f"not a command: {error}"]) from error
     ends = [number for number, word in enumerate(words) if _END_OF_COMMAND.fullmatch(word)]
     return words[: ends[0]] if ends else words
+
+
+def _quotient(match: re.Match[str]) -> str:
+    """Return what `$(expr 16 / 2)` is, as ms-swift's examples write the accumulation."""
+    divisor = int(match[2])
+    return str(int(match[1]) // divisor) if divisor else match[0]
 
 
 def _filled(text: str, variables: dict[str, str]) -> str:

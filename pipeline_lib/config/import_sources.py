@@ -67,6 +67,7 @@ def _place(name: str, origin: Origin, hub: str | None = None) -> Source:
 
 
 def _of_swift(draft: Draft, origin: Origin) -> _Data:
+    draft.without("benchmarks", "no benchmark is run while a model is trained")
     draft.without("columns", "write them into data.train, each with our name first")
     return _Data(
         train=[_named(draft, "dataset", name, origin) for name in draft.words("dataset")],

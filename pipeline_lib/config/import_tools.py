@@ -98,6 +98,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "lorap_lr_ratio": "loraplus_lr_ratio",
         "split_dataset_ratio": "val_size",
         "val_dataset": "eval_dataset",
+        "eval_dataset": "benchmarks",
         "system": "default_system",
         "quant_bits": "quantization_bit",
         "swanlab_exp_name": "swanlab_run_name",
@@ -185,7 +186,7 @@ DEFAULTS_THERE: Mapping[str, Mapping[str, Any]] = {
 
 # Keys that only configs of preference or reward training hold, if they have a value.
 _PREFERENCES = (
-    "rl rlhf_type reward_model reward_funcs num_generations precompute_ref_log_probs beta "
+    "rl rlhf_type reward_model process_reward_model reward_funcs num_generations precompute_ref_log_probs beta "
     "rl_beta dpo_beta desirable_weight max_prompt_length max_completion_length "
     "center_rewards_coefficient reward_model_path"
 )

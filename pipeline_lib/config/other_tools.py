@@ -160,7 +160,7 @@ _NO_KEY = {
     "greater_is_better",
     "the loss is the cross-entropy, averaged over all supervised tokens of the step": (
         "label_smoothing_factor average_tokens_across_devices loss_type neftune_noise_alpha "
-        "use_dft_loss use_asft_loss asft_alpha use_eaft_loss eaft_alpha compute_accuracy "
+        "enable_dft_loss eaft_k use_dft_loss use_asft_loss asft_alpha use_eaft_loss eaft_alpha compute_accuracy "
         "ignore_pad_token_for_loss"
     ),
     "train.optimizer lists the optimizers; these settings have no key here": (
@@ -173,7 +173,8 @@ _NO_KEY = {
     ),
     "kernels are chosen by the GPU and by what is installed": (
         "use_liger_kernel liger_kernel_config enable_liger_kernel use_unsloth use_kernels tf32 "
-        "torch_compile_backend torch_compile_mode use_cache use_cce plugins liger_rope "
+        "torch_compile_backend torch_compile_mode liger_rms_norm_gated use_sonicmoe use_scattermoe "
+        "fused_attn_kernel flex_attn_compile_kwargs use_cache use_cce plugins liger_rope "
         "liger_rms_norm liger_glu_activation liger_layer_norm liger_cross_entropy "
         "liger_fused_linear_cross_entropy cut_cross_entropy lora_mlp_kernel lora_qkv_kernel "
         "lora_o_kernel lora_embedding_kernel chunked_cross_entropy flash_attn_cross_entropy "
@@ -249,7 +250,8 @@ _NO_KEY = {
     "only text is trained on: rows with pictures, sounds or videos are refused": (
         "media_dir image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels "
         "video_min_pixels video_fps video_maxlen use_audio_in_video audio_sampling_rate "
-        "freeze_multi_modal_projector freeze_language_model"
+        "freeze_multi_modal_projector freeze_language_model freeze_aligner freeze_llm processor_type "
+        "vit_lr aligner_lr"
     ),
     "it says how a model answers or is served, not how it is trained": (
         "do_sample temperature top_p top_k num_beams repetition_penalty length_penalty "

@@ -490,6 +490,13 @@ def test_several_machines_are_named_and_the_batch_counts_all_gpus() -> None:
         ("llamafactory-cli train lf.yaml learning_rate=3e-5", 1, 3e-5),
         ("axolotl train a.yaml --learning-rate 3e-5", 1, 3e-5),
         ("swift sft --model Q/Q --use_hf 1 --tuner_type lora", 1, 1e-4),
+        (
+            "n=2\nNPROC_PER_NODE=$n swift sft --model Q/Q --learning_rate 3e-5 "
+            "--gradient_accumulation_steps $(expr 16 / $n) --save_total_limit -1\n"
+            "swift infer --adapters output",
+            2,
+            3e-5,
+        ),
     ],
 )
 def test_commands_in_the_forms_that_people_write(line: str, gpus: int, lr: float) -> None:
