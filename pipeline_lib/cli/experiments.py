@@ -43,8 +43,8 @@ def add_to(commands: Any) -> None:
 
 def _add_import(commands: Any) -> None:
     text = (
-        "make a config from LLaMA-Factory's YAML, a DeepSpeed JSON or TrainingArguments, and "
-        "say what differs"
+        "make a config from files or commands of LLaMA-Factory, Axolotl, ms-swift, TRL, DeepSpeed, "
+        "accelerate or the Trainer, and say what differs"
     )
     sub = commands.add_parser("import", help=text, description=f"{text}; docs/from-other-tools.md")
     which = "one or several that belong together; the kind is recognised by the content"
@@ -55,6 +55,12 @@ def _add_import(commands: Any) -> None:
         type=Path,
         metavar="CONFIG",
         help="write the config here; else it goes to stdout",
+    )
+    sub.add_argument(
+        "--gpus",
+        type=positive,
+        metavar="N",
+        help="GPUs of a machine, cluster.gpus_per_node, where no file says it",
     )
     sub.set_defaults(command=import_config, when_stopped="nothing was written")
 
@@ -273,7 +279,7 @@ def import_config(arguments: argparse.Namespace) -> None:
     # LLaMA-Factory's own switch of the hub that a name without one means.
     uses_modelscope = os.environ.get("USE_MODELSCOPE_HUB", "0").lower() in ("1", "y", "true")
     hub = "modelscope" if uses_modelscope else "huggingface"
-    imported = import_files(arguments.files, hub, count_rows, out)
+    imported = import_files(arguments.files, hub, count_rows, out, arguments.gpus)
     show(imported.rows, sys.stderr if out is None else sys.stdout)
     if out is None:
         say(imported.text.rstrip("\n"))

@@ -1,53 +1,42 @@
-"""From the arguments of transformers' Trainer, LLaMA-Factory and DeepSpeed to keys of this project.
+"""From the arguments of other tools, under their common names, to keys of this project.
 
-The defaults are those of transformers 5 (TrainingArguments) and of LLaMA-Factory (its hparams), as
-of August 2026. One that differs from ours is written out, so that the imported config trains alike.
+A default of the tool that differs from ours is written out, so that the imported config trains
+alike.
 """
 
-from dataclasses import dataclass
+import math
 from pathlib import Path
 from typing import Any
 
+from pipeline_lib.config.import_adapters import convert_adapters, convert_base
 from pipeline_lib.config.import_datasets import holds_nothing_out
-from pipeline_lib.config.import_draft import LINEAR_NAMES, Draft, shown
+from pipeline_lib.config.import_draft import Draft
+from pipeline_lib.config.import_placement import convert_placement
+from pipeline_lib.config.import_tokens import convert_tokens, is_packed
+from pipeline_lib.config.import_tools import AXOLOTL, SWIFT, Origin
 from pipeline_lib.config.optimizers import ADAPTERS, DEEPSPEED, DEFAULT, OPTIMIZERS, OptimizerName
-from pipeline_lib.config.train import EPOCH, Train
+from pipeline_lib.config.train import EPOCH
 
 NEVER_CLIPS = 1e9  # a norm that no gradient has
 MOST_GPUS = 64  # of one node, by the schema
 
 
-@dataclass(frozen=True)
-class Origin:
-    """What kinds of files there are, which decides whose defaults apply."""
-
-    is_llama_factory: bool
-    has_arguments: bool  # LLaMA-Factory's or the Trainer's
-    has_deepspeed: bool
-    folder: Path  # of the first file: paths in it may be relative to this
-    hub: str  # that a name without one means
-
-    def default(self, value: Any) -> Any:
-        """Return the Trainer's default `value`, or None if no file here has its arguments."""
-        return value if self.has_arguments else None
-
-
 def convert_arguments(draft: Draft, origin: Origin) -> None:
     """Convert all but the data: model, tokens, batch, optimizer, schedule, adapters, placement."""
     _model(draft, origin)
-    if origin.is_llama_factory:
-        _tokens(draft)
-        _thinking(draft)
-        _adapters(draft)
+    if origin.is_of_training:
+        convert_tokens(draft, origin)
+        convert_adapters(draft, origin)
     _batch(draft, origin)
     _length(draft, origin)
     _optimizer(draft, origin)
     _schedule(draft, origin)
     _precision(draft, origin)
-    _placement(draft)
-    _saving(draft)
-    _validation(draft)
-    _tracking(draft)
+    convert_placement(draft)
+    convert_base(draft)
+    _saving(draft, origin)
+    _validation(draft, origin)
+    _tracking(draft, origin)
 
 
 def _model(draft: Draft, origin: Origin) -> None:
@@ -75,207 +64,53 @@ def _model(draft: Draft, origin: Origin) -> None:
     )
 
 
-def _tokens(draft: Draft) -> None:
-    stage = draft.text("stage", "sft")
-    if stage not in ("sft", "pt"):
-        text = (
-            "preference and reward training do not exist here, only sft (conversations) and pt "
-            "(raw text)"
-        )
-        draft.problems.append(f"stage: {stage}: {text}; take a file of one of these stages")
-    draft.taken("stage", why="conversations or texts: the rows of the data decide")
-    limit = draft.whole("cutoff_len", 2048) or 2048
-    values: dict[str, Any] = {"tokenize.max_tokens": limit, "shard.block_tokens": limit}
-    if stage == "pt" and draft.truth("packing", True):
-        values["tokenize.over_long"] = "split"
-        why = (
-            "texts are joined and cut into pieces of this length there; here a longer text is "
-            "cut into such pieces"
-        )
-    elif _is_packed(draft):
-        why = "with packing, longer samples are dropped there, and here too"
-    else:
-        values["tokenize.over_long"] = "truncate"
-        why = (
-            "longer samples are truncated there, so over_long is truncate, not our default drop. "
-            "There the question may be shortened, too; here the end is lost, and a sample whose "
-            "question alone fills it is dropped. More than tokenize.max_dropped_fraction (5%) cut "
-            "or dropped stops the stage"
-        )
-    draft.changed("cutoff_len", values, why)
-    if draft.truth("mask_history"):
-        draft.taken("mask_history", {"tokenize.train_on": "last_assistant"})
-    else:
-        draft.taken("mask_history", why="every answer of a conversation is trained on, as here")
-    if draft.truth("train_on_prompt"):
-        draft.without(
-            "train_on_prompt", "questions are never trained on here, only the assistant's answers"
-        )
-    if system := draft.text("default_system"):
-        draft.taken("default_system", {"tokenize.system": system})
-    if draft.truth("streaming"):
-        draft.without(
-            "streaming",
-            "data are tokenized once, before the training, and read from memory-mapped files",
-        )
-
-
-def _is_packed(draft: Draft) -> bool:
-    by_default = draft.text("stage", "sft") == "pt"
-    return draft.truth("packing", by_default) or draft.truth("neat_packing")
-
-
-# templates whose default prompt opens a thinking block
-_OPENS_THINKING = ("qwen3_5", "qwen3_6", "qwen3_8")
-
-
-def _thinking(draft: Draft) -> None:
-    template = draft.text("template")
-    own = "the model's own chat template is used"
-    thinks = (
-        template is not None and template.startswith("qwen3") and not template.endswith("_nothink")
-    )
-    if not thinks:
-        if template and template.startswith("qwen3"):
-            own += (
-                "; that of a hybrid Qwen3 writes an empty thinking block before an answer without "
-                "thinking,"
-                f" which {template} leaves out; of an Instruct-2507 model both are the same"
-            )
-        draft.changed("template", None, own)
-        draft.taken("enable_thinking", why="without effect under this template there")
-        return
-    draft.taken("template", why=own)
-    given = [one.value for one in draft.given.get("enable_thinking", [])]
-    if given == [None]:
-        draft.taken(
-            "enable_thinking",
-            why="answers with thinking train it, others the mode without, as here",
-        )
-    elif (
-        draft.truth("enable_thinking", True)
-        and template is not None
-        and template.startswith(_OPENS_THINKING)
-    ):
-        why = (
-            "the prompt of this template opens a thinking block; answers without thinking train "
-            "the mode without"
-        )
-        draft.changed("enable_thinking", None, why)
-    elif draft.truth("enable_thinking", True):
-        why = (
-            "with enable_thinking, true by default, an answer without thinking learns to write "
-            "the empty block itself"
-        )
-        draft.taken("enable_thinking", {"tokenize.prompt_thinking": "on"}, why)
-    else:
-        draft.taken(
-            "enable_thinking",
-            {"tokenize.thinking": "strip"},
-            "thinking is removed from the answers",
-        )
-
-
-def _adapters(draft: Draft) -> None:
-    kind = draft.text("finetuning_type", "lora")
-    keys = "lora_rank lora_alpha lora_dropout lora_target use_rslora use_dora loraplus_lr_ratio"
-    if kind not in ("lora", "full", "freeze"):
-        draft.problems.append(
-            f"finetuning_type: {kind} does not exist here; it may be lora, full or freeze"
-        )
-    if kind == "freeze":
-        why = (
-            "all weights would be trained: list those that stay as they are in train.freeze, by "
-            "glob"
-        )
-        draft.without(
-            "finetuning_type freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
-            why,
-        )
-    if kind != "lora":
-        draft.taken("finetuning_type", {"train.method": "full"})
-        draft.taken(keys, why="without effect there, too: no adapters are trained")
-        return
-    draft.taken("finetuning_type", {"train.method": "lora"})
-    rank = draft.whole("lora_rank", 8) or 8
-    draft.same("lora_rank", "train.lora.rank", 8)
-    if draft.value("lora_alpha", 0):
-        draft.same("lora_alpha", "train.lora.alpha")
-    else:
-        why = "lora_alpha follows 2 x lora_rank there, and not here, so it is written out"
-        draft.changed("lora_alpha", {"train.lora.alpha": 2 * rank}, why)
-    draft.same("lora_dropout", "train.lora.dropout", 0.0)
-    _targets(draft)
-    for theirs, ours in (("use_rslora", "rslora"), ("use_dora", "dora")):
-        if draft.has(theirs):
-            draft.taken(theirs, {f"train.lora.{ours}": draft.truth(theirs)})
-    if draft.has("loraplus_lr_ratio"):
-        draft.same("loraplus_lr_ratio", "train.lora.lr_ratio")
-
-
-def _targets(draft: Draft) -> None:
-    names = draft.words("lora_target") or ["all"]
-    if names == ["all"]:
-        draft.taken("lora_target", {"train.lora.targets": "all-linear"})
-        return
-    known = [name for name in names if name in LINEAR_NAMES]
-    if unknown := [name for name in names if name not in LINEAR_NAMES]:
-        may = f"they may be all, or {', '.join(LINEAR_NAMES)}"
-        draft.problems.append(
-            f"lora_target: {', '.join(unknown)}: not linear modules of a Qwen3 layer; {may}"
-        )
-    draft.taken("lora_target", {"train.lora.targets": known})
-
-
 _BATCH = (
     "per_device_train_batch_size gradient_accumulation_steps train_batch_size ray_num_workers "
-    "packing neat_packing"
+    "num_processes nproc_per_node packing neat_packing"
 )
 
 
 def _batch(draft: Draft, origin: Origin) -> None:
     """Convert the batch: micro-batch x accumulation x GPUs, or the total in DeepSpeed's JSON."""
-    micro = draft.whole("per_device_train_batch_size", origin.default(8))
-    accumulation = draft.whole(
-        "gradient_accumulation_steps", origin.default(1) or (1 if micro else None)
-    )
+    micro_key = "per_device_train_batch_size"
+    micro = draft.whole(micro_key, origin.default(micro_key))
+    gpus = _ranks(draft)
+    accumulation = _accumulation(draft, origin, micro, gpus)
     total = draft.whole("train_batch_size")
-    gpus = draft.whole("ray_num_workers")
     if any(number is not None and number < 1 for number in (micro, accumulation, total, gpus)):
         draft.problems.append("the batch: its numbers have to be at least 1")
         return
     if draft.truth("use_cpu") or draft.truth("no_cuda"):
         draft.taken("use_cpu no_cuda", {"cluster.gpus_per_node": 0})
     if micro is None or accumulation is None:
-        _batch_of_total(draft, total)
+        _batch_of_total(draft, total, gpus)
         return
     said = f"{micro} a GPU x {accumulation} accumulated x "
     is_exact = draft.has("per_device_train_batch_size") and (
         draft.has("gradient_accumulation_steps") or total is None
     )
-    if gpus is None and total is not None and is_exact:
-        gpus, rest = divmod(total, micro * accumulation)
-        if rest or not gpus:
-            text = (
-                f"train_batch_size {total} is not {micro} x {accumulation} x a whole number of GPUs"
-            )
+    if total is not None and is_exact:
+        ranks, rest = divmod(total, micro * accumulation)
+        if rest or not ranks or gpus not in (None, ranks):
+            number = gpus or "a whole number of"
+            text = f"train_batch_size {total} is not {micro} x {accumulation} x {number} GPUs"
             draft.problems.append(f"{text}; DeepSpeed refuses it, too")
             return
-    known = gpus if gpus is not None and gpus <= MOST_GPUS else None
+        gpus = ranks
+    known = gpus if gpus is not None and gpus // _machines(draft) <= MOST_GPUS else None
     samples = total if total is not None else micro * accumulation * (known or 1)
     if known:
         said += f"{known} GPUs" if known > 1 else "1 GPU"
     else:
-        said += (
-            "1 GPU, since the files do not say how many there are. With N, set "
-            "cluster.gpus_per_node: N"
-            f"{'' if total else ' and N times this batch'}"
-        )
+        said += "1 GPU, since the files do not say how many there are. With N, import with --gpus N"
     values: dict[str, Any] = {"train.global_batch_samples": samples}
-    if _is_packed(draft) and origin.is_llama_factory:
-        block = draft.values["shard.block_tokens"]
+    block = draft.values.get("shard.block_tokens")
+    if block is not None and is_packed(draft):
         values = {"train.global_batch_tokens": samples * block}
-        said += f"; with packing, a sample there is a packed sequence of cutoff_len {block} tokens"
+        said += f"; with packing, a sample there is a packed sequence of {block} tokens"
+    elif origin.is_of_training and is_packed(draft):
+        said += "; a sample there is a packed sequence, of a length that no file says: set"
+        said += " train.global_batch_tokens"
     else:
         draft.taken(
             "packing neat_packing",
@@ -285,17 +120,60 @@ def _batch(draft: Draft, origin: Origin) -> None:
         known = None
         said = f"{micro} x {accumulation} accumulated, on the CPU"
     else:
-        values["cluster.gpus_per_node"] = known or 1
+        values["cluster.gpus_per_node"] = _gpus_of_a_machine(draft, known)
     draft.changed(_BATCH, values, f"samples of an optimizer step over all ranks: {said}")
 
 
-def _batch_of_total(draft: Draft, total: int | None) -> None:
+def _machines(draft: Draft) -> int:
+    return draft.whole("num_machines", 1) or 1
+
+
+def _gpus_of_a_machine(draft: Draft, ranks: int | None) -> int:
+    return max(1, (ranks or 1) // _machines(draft))
+
+
+def _ranks(draft: Draft) -> int | None:
+    """Return the number of GPUs of all machines, or None if neither file nor `--gpus` says it."""
+    machines = _machines(draft)
+    why = "which GPUs a run may take: the same variable says it here"
+    draft.taken("cuda_visible_devices", why=why)
+    if machines > 1:
+        why = "for several machines set cluster.nodes and cluster.internode_gbit_s; the batch "
+        draft.changed("num_machines", None, f"{why}counts all GPUs (docs/two-machines.md)")
+    draft.taken("num_machines", why="one machine, as here by default")
+    of_all = [key for key in ("num_processes", "ray_num_workers") if draft.has(key)]
+    total = draft.whole(of_all[0]) if of_all else None
+    per_node = draft.whole("nproc_per_node")
+    if total is not None and total % machines:
+        draft.problems.append(f"num_processes: {total} is no multiple of {machines} machines")
+    if per_node is None:
+        return total
+    if total is not None and total != per_node * machines:
+        one = draft.given["nproc_per_node"][0]
+        text = f"{one.file}: {one}: contradicts {of_all[0]}: {total}"
+        draft.problems.append(f"{text}; correct one of them, or leave out --gpus")
+    return per_node * machines
+
+
+def _accumulation(draft: Draft, origin: Origin, micro: int | None, gpus: int | None) -> int | None:
+    """Return the micro-batches that a rank accumulates; None if neither file nor tool says it."""
+    key = "gradient_accumulation_steps"
+    by_default: int | None = origin.default(key)
+    if origin.tool == SWIFT and micro:
+        by_default = math.ceil(16 / micro / (gpus or 1))
+    elif by_default is None and micro:
+        by_default = 1
+    return draft.whole(key, by_default)
+
+
+def _batch_of_total(draft: Draft, total: int | None, ranks: int | None) -> None:
     """Convert the batch of a DeepSpeed JSON whose micro-batch is not given."""
-    values = {"cluster.gpus_per_node": draft.values.get("cluster.gpus_per_node", 1)}
+    gpus = draft.values.get("cluster.gpus_per_node", _gpus_of_a_machine(draft, ranks))
+    values = {"cluster.gpus_per_node": gpus}
     if total is not None:
-        why = (
-            "samples of an optimizer step over all GPUs; no file says how many GPUs there are, so 1"
-        )
+        why = "samples of an optimizer step over all GPUs"
+        if ranks is None:
+            why += "; no file says how many GPUs there are, so 1"
         draft.changed(_BATCH, {"train.global_batch_samples": total, **values}, why)
         return
     why = "the Trainer's arguments decide, and no file has them: give them as another FILE, or set"
@@ -303,12 +181,12 @@ def _batch_of_total(draft: Draft, total: int | None) -> None:
 
 
 def _length(draft: Draft, origin: Origin) -> None:
-    steps = draft.whole("max_steps", origin.default(-1))
+    steps = draft.whole("max_steps", origin.default("max_steps"))
     if steps is not None and steps > 0:
         draft.taken("max_steps", {"train.max_steps": steps}, "the schedule ends there")
         draft.taken("num_train_epochs", why="without effect there, too: max_steps decides")
     else:
-        draft.same("num_train_epochs", "train.epochs", origin.default(3.0))
+        draft.same("num_train_epochs", "train.epochs", origin.default("num_train_epochs"))
         draft.taken("max_steps", why="none: the epochs decide")
     end = draft.whole("total_num_steps")
     if end is not None and not origin.has_arguments:
@@ -329,20 +207,28 @@ def _length(draft: Draft, origin: Origin) -> None:
 
 
 def _optimizer(draft: Draft, origin: Origin) -> None:
-    for theirs, ours, there in (
-        ("learning_rate", "train.lr", 5e-5),
-        ("weight_decay", "train.weight_decay", 0.0),
-        ("adam_beta1", "train.beta1", 0.9),
-        ("adam_beta2", "train.beta2", 0.999),
-        ("adam_epsilon", "train.adam_eps", 1e-8),
+    draft.same("learning_rate", "train.lr", _rate(draft, origin))
+    for theirs, ours in (
+        ("weight_decay", "train.weight_decay"),
+        ("adam_beta1", "train.beta1"),
+        ("adam_beta2", "train.beta2"),
+        ("adam_epsilon", "train.adam_eps"),
     ):
-        draft.same(theirs, ours, origin.default(there))
+        draft.same(theirs, ours, origin.default(theirs))
     if draft.number("max_grad_norm", 1.0):
-        draft.same("max_grad_norm", "train.max_grad_norm", origin.default(1.0))
+        draft.same("max_grad_norm", "train.max_grad_norm", origin.default("max_grad_norm"))
     else:
         why = "0 does not clip there; no gradient reaches this norm"
         draft.changed("max_grad_norm", {"train.max_grad_norm": NEVER_CLIPS}, why)
     _optimizer_by_name(draft)
+
+
+def _rate(draft: Draft, origin: Origin) -> float | None:
+    """Return the peak of the learning rate there, if no file says it."""
+    if origin.tool == SWIFT and draft.values["train.method"] == "full":
+        return 1e-5
+    rate: float | None = origin.default("learning_rate")
+    return rate
 
 
 def _optimizer_by_name(draft: Draft) -> None:
@@ -394,7 +280,7 @@ def _schedule(draft: Draft, origin: Origin) -> None:
             "lr_scheduler_type",
             why="without effect there, too: the DeepSpeed JSON names a schedule",
         )
-    name = draft.text(key, origin.default("linear"))
+    name = draft.text(key, origin.default("lr_scheduler_type"))
     if name is None:
         return
     kind = name.lower()
@@ -417,7 +303,7 @@ def _schedule(draft: Draft, origin: Origin) -> None:
         draft.changed(key, {"train.lr_schedule": "cosine"}, why)
     else:
         draft.taken(key, {"train.lr_schedule": ours})
-    peak = draft.number("learning_rate", 5e-5) or 5e-5
+    peak = draft.number("learning_rate", _rate(draft, origin)) or 5e-5
     least = options.get("min_lr_rate", draft.value("cos_min_ratio"))
     if least is None and isinstance(options.get("min_lr"), int | float):
         least = options["min_lr"] / peak
@@ -429,7 +315,7 @@ def _schedule(draft: Draft, origin: Origin) -> None:
 
 def _warmup(draft: Draft, origin: Origin, *, is_used: bool) -> None:
     steps = draft.number("warmup_steps", 0)
-    ratio = draft.number("warmup_ratio", 0)
+    ratio = draft.number("warmup_ratio", origin.default("warmup_ratio") or 0)
     keys = "warmup_steps warmup_ratio"
     if not is_used:
         draft.taken(
@@ -439,7 +325,9 @@ def _warmup(draft: Draft, origin: Origin, *, is_used: bool) -> None:
         draft.taken("warmup_steps", {"train.warmup_steps": int(steps)})
         draft.taken("warmup_ratio", why="without effect there, too: warmup_steps decides")
     elif steps or ratio:
-        draft.taken(keys, {"train.warmup_fraction": steps or ratio})
+        is_given = draft.has("warmup_steps") or draft.has("warmup_ratio")
+        why = "" if is_given else "at most 100 steps there"
+        draft.taken(keys, {"train.warmup_fraction": steps or ratio}, why)
     elif origin.has_arguments or any(draft.has(key) for key in keys.split()):
         draft.taken(keys, {"train.warmup_fraction": 0})
     if draft.text("warmup_type", "linear") != "linear":
@@ -452,8 +340,19 @@ def _warmup(draft: Draft, origin: Origin, *, is_used: bool) -> None:
 
 
 def _precision(draft: Draft, origin: Origin) -> None:
-    keys = "bf16 fp16 fp8 pure_bf16"
+    keys = "bf16 fp16 fp8 pure_bf16 mixed_precision"
+    dtype = draft.text("torch_dtype")
     chosen = [key for key in ("fp8", "bf16", "pure_bf16", "fp16") if draft.truth(key)]
+    mixed = draft.text("mixed_precision", "no")
+    if not chosen and origin.tool == SWIFT and dtype in ("float16", "float32"):
+        chosen = ["fp16"]
+    elif not chosen and origin.default("bf16") and draft.value("bf16") is None:
+        chosen = ["bf16"]
+    elif not chosen and mixed in ("bf16", "fp16", "fp8"):
+        chosen = [mixed]
+    if chosen and mixed not in chosen:
+        why = "without effect there, too: the arguments of the training decide"
+        draft.taken("mixed_precision", why=why)
     if {"bf16", "fp16"} <= set(chosen):
         draft.problems.append("bf16 and fp16: both are true; keep one of them")
     values = {"train.precision": "bf16"}
@@ -482,73 +381,16 @@ def _precision(draft: Draft, origin: Origin) -> None:
             "bf16 for Qwen3"
         )
         draft.changed(keys, values, why)
+    why = "weights that are trained are kept in fp32; train.precision is that of the arithmetic"
+    draft.changed("torch_dtype", None, why)
 
 
-def _placement(draft: Draft) -> None:
-    """Convert what decides where the model lies and how fast it is, not what is computed."""
-    stage = draft.value("zero_stage")
-    optimizer, params = (
-        draft.value(f"offload_{part}.device", "none") for part in ("optimizer", "param")
-    )
-    if stage is not None:
-        _zero(draft, stage, optimizer not in (None, "none"), params not in (None, "none"))
-    elif draft.value("fsdp"):
-        words = str(draft.value("fsdp")).lower()
-        values = {"train.strategy": "fsdp"}
-        if "offload" in words:
-            values["train.offload"] = "optimizer+params"
-        why = (
-            "hybrid sharding needs several replicas: see hsdp and train.shard_ranks"
-            if "hybrid" in words
-            else ""
-        )
-        draft.changed("fsdp", values, why) if why else draft.taken("fsdp", values)
-    else:
-        draft.taken("fsdp", why="replicated on each GPU (ddp), as here by default")
-    how = "auto takes what is fastest and fits the memory; the result does not depend on it"
-    keys = (
-        "gradient_checkpointing gradient_checkpointing_kwargs disable_gradient_checkpointing "
-        "use_reentrant_gc"
-    )
-    draft.changed(
-        f"{keys} activation_checkpointing", None, f"train.activation_checkpointing: {how}"
-    )
-    draft.changed(
-        "torch_compile torch_compile_mode torch_compile_backend", None, f"train.compile: {how}"
-    )
-    draft.changed(
-        "flash_attn attn_implementation",
-        None,
-        "train.attention: auto takes the fastest kernel there is",
-    )
-    limit = Train.model_fields["timeout_s"].default
-    draft.changed(
-        "ddp_timeout",
-        None,
-        f"train.timeout_s stays {limit} s: data are tokenized before the ranks start",
-    )
-
-
-def _zero(draft: Draft, stage: Any, has_optimizer: bool, has_params: bool) -> None:
-    if stage not in (0, 1, 2, 3):
-        draft.problems.append(f"zero_optimization.stage: {shown(stage)} is not 0, 1, 2 or 3")
-        return
-    draft.taken("zero_stage", {"train.strategy": f"zero{stage}" if stage else "ddp"})
-    keys = "offload_optimizer.device offload_param.device"
-    if has_params and stage == 3:
-        draft.taken(keys, {"train.offload": "optimizer+params"}, "into host memory")
-    elif has_optimizer and stage:
-        draft.taken(keys, {"train.offload": "optimizer"}, "into host memory")
-    elif has_optimizer or has_params:
-        draft.without(keys, f"stage {stage} does not offload this")
-    else:
-        draft.taken(keys, why="nothing is offloaded, as here")
-
-
-def _saving(draft: Draft) -> None:
+def _saving(draft: Draft, origin: Origin) -> None:
     steps = draft.number("save_steps")
-    strategy = str(draft.value("save_strategy", "steps")).lower()
-    if strategy == EPOCH:
+    strategy = _when_saved(draft, origin)
+    if draft.has("saves_per_epoch"):
+        _a_number_an_epoch(draft, "saves_per_epoch", "train.save_every_steps")
+    elif strategy == EPOCH:
         draft.taken("save_strategy save_steps", {"train.save_every_steps": EPOCH})
     elif strategy != "steps":
         why = (
@@ -560,23 +402,57 @@ def _saving(draft: Draft) -> None:
     elif steps is not None:
         why = "a number of steps here, train.save_every_steps, or `auto`, our default"
         draft.changed("save_steps save_strategy", None, why)
-    if draft.has("save_total_limit"):
+    limit = draft.number("save_total_limit")
+    if limit is not None and limit < 1:
+        draft.changed("save_total_limit", None, "all are kept there; here train.keep_last of them")
+    elif limit is not None:
         draft.same("save_total_limit", "train.keep_last")
 
 
-def _validation(draft: Draft) -> None:
-    strategy = str(draft.value("eval_strategy", draft.value("evaluation_strategy", "no"))).lower()
-    keys = "eval_strategy evaluation_strategy eval_steps"
+def _when_saved(draft: Draft, origin: Origin) -> str:
+    """Return `steps`, `epoch` or `no`."""
+    key = "save_strategy"
+    by_default = origin.default(key) or "steps"
+    if origin.tool == AXOLOTL and draft.has("save_steps"):
+        by_default = "steps"
+    return str(draft.value(key, by_default)).lower()
+
+
+def _a_number_an_epoch(draft: Draft, key: str, ours: str) -> None:
+    """Convert Axolotl's number of checkpoints or validations in an epoch."""
+    number = draft.whole(key)
+    if number == 1:
+        draft.taken(key, {ours: EPOCH})
+    elif number:
+        why = f"{number} times an epoch there; here once, or set {ours} to a number of steps"
+        draft.changed(key, {ours: EPOCH}, why)
+
+
+def _validation(draft: Draft, origin: Origin) -> None:
+    by_default = origin.default("eval_strategy") or "no"
     steps = draft.number("eval_steps", draft.number("logging_steps", 500))
+    if origin.tool == SWIFT:
+        by_default = _when_saved(draft, origin)
+        steps = draft.number("eval_steps", draft.number("save_steps", 500))
+    elif draft.has("evals_per_epoch"):
+        by_default = EPOCH
+    elif origin.tool == AXOLOTL and draft.has("eval_steps"):
+        by_default = "steps"
+    given = draft.value("eval_strategy", draft.value("evaluation_strategy", by_default))
+    strategy = str(given).lower()
+    keys = "eval_strategy evaluation_strategy eval_steps evals_per_epoch"
     is_on = strategy == EPOCH or (strategy == "steps" and steps is not None and steps >= 1)
     if is_on and holds_nothing_out(draft):
         draft.changed(
             keys,
             None,
-            "neither val_size nor eval_dataset holds data out, so there is nothing to validate on",
+            f"neither {draft.called('val_size')} nor {draft.called('eval_dataset')} holds data out, "
+            "so there is nothing to validate on",
         )
         return
-    if is_on:
+    if is_on and draft.has("evals_per_epoch"):
+        _a_number_an_epoch(draft, "evals_per_epoch", "train.validate_every_steps")
+    elif is_on:
         draft.taken(
             keys, {"train.validate_every_steps": EPOCH if strategy == EPOCH else int(steps or 1)}
         )
@@ -596,15 +472,17 @@ def _validation(draft: Draft) -> None:
         draft.taken("metric_for_best_model greater_is_better", why="the held-out loss, as here")
 
 
+_SWITCHES = {f"use_{name}": name for name in ("swanlab", "wandb", "mlflow", "tensorboard")}
 _TRACKERS = ("tensorboard", "swanlab", "wandb", "mlflow")
 
 
-def _tracking(draft: Draft) -> None:
+def _tracking(draft: Draft, origin: Origin) -> None:
     wanted = [word.lower() for word in draft.words("report_to")]
-    if draft.truth("use_swanlab"):
-        wanted.append("swanlab")
+    wanted += [name for switch, name in _SWITCHES.items() if draft.truth(switch)]
+    if origin.tool == AXOLOTL and draft.has("project"):
+        wanted.append("wandb")
     chosen = [name for name in _TRACKERS if name in wanted or "all" in wanted]
-    keys = "report_to use_swanlab"
+    keys = " ".join(("report_to", *_SWITCHES))
     if others := [name for name in wanted if name not in (*_TRACKERS, "none", "all")]:
         draft.changed(keys, {"tracking.to": chosen}, f"no tracker here: {', '.join(others)}")
     elif chosen:

@@ -86,7 +86,7 @@ def convert_datasets(draft: Draft, info: Info | None, hub: str, count_rows: Coun
             "data.train"
         )
         draft.without("dataset eval_dataset dataset_dir", f"{why}; the config has no data yet")
-        _held_out(draft, held_out, [], count_rows)
+        hold_out(draft, held_out, [], count_rows)
         return
     if is_online:
         info = None
@@ -105,7 +105,7 @@ def convert_datasets(draft: Draft, info: Info | None, hub: str, count_rows: Coun
         return
     every = {name: _source_of(draft, info, name, hub) for name in dict.fromkeys(names + held_out)}
     sources = [every[name] for name in names]
-    _held_out(draft, held_out, sources, count_rows)
+    hold_out(draft, held_out, sources, count_rows)
     if held_out:
         draft.taken("eval_dataset", {"data.validation": [every[name] for name in held_out]})
     if info is not None and (others := [name for name in info.entries if name not in every]):
@@ -134,12 +134,12 @@ def _mixing(draft: Draft, names: list[str]) -> str:
 
 def holds_nothing_out(draft: Draft) -> bool:
     """Return whether the files name the data and hold none of it out."""
-    return (
-        draft.has("dataset") and not draft.number("val_size", 0) and not draft.has("eval_dataset")
-    )
+    names_data = draft.has("dataset") or draft.has("datasets[0].path")
+    held_out = draft.has("eval_dataset") or draft.has("test_datasets[0].path")
+    return names_data and not held_out and not draft.number("val_size", 0)
 
 
-def _held_out(
+def hold_out(
     draft: Draft, held_out: Sequence[str], sources: Sequence[Source], count_rows: CountRows
 ) -> None:
     """Convert how much of `sources` is held out; `held_out` names data sets only for that."""
@@ -148,7 +148,8 @@ def _held_out(
     if held_out:
         if size:
             draft.problems.append(
-                "val_size and eval_dataset: both say what is held out; keep one of them"
+                f"{draft.called('val_size')} and {draft.called('eval_dataset')}: both say what is "
+                "held out; keep one of them"
             )
         return
     if 0 <= size < 1:
@@ -166,7 +167,7 @@ def _held_out(
         return
     if size >= rows:
         draft.problems.append(
-            f"val_size: {shown(size)} rows, and the data have {rows}; none would be left to train "
+            f"{draft.called('val_size')}: {shown(size)} rows, and the data have {rows}; none would be left to train "
             "on"
         )
         return

@@ -76,6 +76,7 @@ class Draft:
     comments: dict[str, str] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)  # of our keys: `my.json: learning_rate`
     problems: list[str] = field(default_factory=list)
+    their_names: Mapping[str, str] = field(default_factory=dict)  # of keys that no file gives
 
     def add(self, key: str, given: Given) -> None:
         """Note that a file gives `key`, a common name.
@@ -89,6 +90,11 @@ class Draft:
                 "the files"
             )
         self.given.setdefault(key, []).append(given)
+
+    def called(self, key: str) -> str:
+        """Return what the files or their tool call `key`, a common name."""
+        given = self.given.get(key)
+        return given[0].name if given else self.their_names.get(key, key)
 
     # What the files say.
 
@@ -177,11 +183,19 @@ class Draft:
         """
         if not why and all(value == DEFAULTS.get(ours) for ours, value in values.items()):
             return
-        self._put(values, why or f"the default of {key} there", f"{key}, which no file gives")
+        name = self.called(key)
+        self._put(values, why or f"the default of {name} there", f"{name}, which no file gives")
         part = AccountPart.CHANGED if why else AccountPart.TAKEN
         self.rows.append(
-            Row(part, (), f"{key}, not given", _values_text(values), why or "the default there")
+            Row(part, (), f"{name}, not given", _values_text(values), why or "the default there")
         )
+
+    def default_of_tool(self, key: str, why: str) -> None:
+        """Account for `key`, given or not, as changed: what differs here, and no key says it."""
+        if key in self.given:
+            self.changed(key, None, why)
+        else:
+            self.rows.append(Row(AccountPart.CHANGED, (), f"{key}, not given", "", why))
 
     def same(self, key: str, ours: str, there: float | int | None = None) -> None:
         """Take the number under `key` over as `ours`; `there` is the default, or None."""

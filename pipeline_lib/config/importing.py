@@ -1,7 +1,7 @@
-"""Import a config from other tools: LLaMA-Factory, DeepSpeed, and transformers' Trainer.
+"""Import a config from other tools: LLaMA-Factory, Axolotl, ms-swift, TRL, DeepSpeed, accelerate.
 
-It reads their files and arguments. The kind of a file is recognised by its content. Nothing in a
-file is evaluated, and no key is left out in silence.
+It reads their files, arguments of transformers' Trainer, and the commands of some. The kind of a
+file is recognised by its content. Nothing in a file is evaluated, and no key is left out in silence.
 """
 
 import json
@@ -13,7 +13,8 @@ from typing import Any
 
 from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.deepspeed_json import REASONS
-from pipeline_lib.config.import_arguments import Origin, convert_arguments
+from pipeline_lib.config.import_arguments import convert_arguments
+from pipeline_lib.config.import_commands import read_command
 from pipeline_lib.config.import_datasets import (
     INFO_NAME,
     CountRows,
@@ -21,7 +22,7 @@ from pipeline_lib.config.import_datasets import (
     convert_datasets,
     is_dataset_info,
 )
-from pipeline_lib.config.import_deepspeed import account_for_placement, add_deepspeed, is_deepspeed
+from pipeline_lib.config.import_deepspeed import account_for_placement, is_deepspeed
 from pipeline_lib.config.import_draft import (
     DEFAULTS,
     AccountPart,
@@ -31,92 +32,38 @@ from pipeline_lib.config.import_draft import (
     shown,
     yaml_text,
 )
+from pipeline_lib.config.import_keys import OVERRIDDEN, add_keys
+from pipeline_lib.config.import_sources import convert_sources
+from pipeline_lib.config.import_tools import (
+    ACCELERATE,
+    ADAPTER,
+    ARGUMENTS,
+    DEEPSPEED,
+    LLAMA_FACTORY,
+    NAMES,
+    NO_PREFERENCES,
+    OF_TRAININGS,
+    PREFERENCES,
+    SWIFT,
+    TELLING,
+    TELLING_ARGUMENTS,
+    WITH_ARGUMENTS,
+    Origin,
+)
 from pipeline_lib.config.load import problems_of
-from pipeline_lib.config.other_tools import spelled
 from pipeline_lib.config.schema import NAME_PATTERN
 from pipeline_lib.config.strict_yaml import Keys
 from pipeline_lib.core.errors import ConfigError
 
-LLAMA_FACTORY = "LLaMA-Factory"
-DEEPSPEED = "DeepSpeed"
-ARGUMENTS = "TrainingArguments"
 DATASETS = INFO_NAME
 PAGE = "docs/from-other-tools.md"
-
-# Keys that only LLaMA-Factory has, and that its configs hold.
-_OF_LLAMA_FACTORY = (
-    *(
-        "finetuning_type",
-        "stage",
-        "cutoff_len",
-        "template",
-        "dataset",
-        "dataset_dir",
-        "lora_target",
-        "val_size",
-    ),
-    *("overwrite_cache", "plot_loss", "preprocessing_num_workers"),
-)
-_OF_ARGUMENTS = (
-    *(
-        "output_dir",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "learning_rate",
-        "num_train_epochs",
-    ),
-    *(
-        "max_steps",
-        "lr_scheduler_type",
-        "warmup_steps",
-        "warmup_ratio",
-        "weight_decay",
-        "logging_steps",
-        "save_steps",
-    ),
-    *(
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "max_grad_norm",
-        "save_strategy",
-        "eval_strategy",
-        "optim",
-        "seed",
-    ),
-)
-# Files of tools that are not read, by keys that tell them.
-_OTHERS = {
-    "a config of Axolotl": (
-        "base_model",
-        "sequence_len",
-        "micro_batch_size",
-        "sample_packing",
-        "val_set_size",
-    ),
-    "a config of ms-swift": (
-        *("model", "train_type", "tuner_type", "split_dataset_ratio"),
-        *("truncation_strategy", "agent_template"),
-    ),
-    "arguments of a TRL script": (
-        "dataset_name",
-        "use_peft",
-        "dataset_text_field",
-        "assistant_only_loss",
-        "lora_r",
-    ),
-    "a config of accelerate": (
-        "compute_environment",
-        "distributed_type",
-        "num_machines",
-        "machine_rank",
-    ),
-    "peft's config of an adapter": (
-        "peft_type",
-        "base_model_name_or_path",
-        "target_modules",
-        "inference_mode",
-    ),
+# Keys under which a file or a command names another file, and the kind of that file; None is the
+# kind of the file itself.
+_NAMING = {
+    "config": None,
+    "config_file": ACCELERATE,
+    "deepspeed": DEEPSPEED,
+    "deepspeed_config_file": DEEPSPEED,
 }
 
 
@@ -135,41 +82,37 @@ class _File:
     path: Path
     kind: str
     content: dict[str, Any]
+    is_command: bool = False
 
 
 def import_files(
-    paths: Sequence[Path], hub: str, count_rows: CountRows, out: Path | None = None
+    paths: Sequence[Path],
+    hub: str,
+    count_rows: CountRows,
+    out: Path | None = None,
+    gpus: int | None = None,
 ) -> Imported:
     """Return the config that `paths` describe together; `hub` is where a name without one lies.
 
     `count_rows` counts the rows of the data files, where a number of them is held out. The
     experiment is named like the run; if no file names that, like the file `out` that the config is
-    for.
+    for. `gpus` is the number of GPUs of a machine, which few files say.
 
-    Also read are the dataset_info.json and the DeepSpeed JSON that a LLaMA-Factory YAML names, if
-    they are here. Raises ConfigError with all problems: files that cannot be read, that are of no
-    known kind, that contradict each other, or that hold what cannot be trained here.
+    Also read are the files that the given ones name, if they are here: dataset_info.json, a
+    DeepSpeed JSON, accelerate's YAML, the YAML of a command. Raises ConfigError with all problems:
+    files that cannot be read, that are of no known kind, that contradict each other, or that hold
+    what cannot be trained here.
     """
     files = _read_all(paths)
-    draft = Draft()
-    main = next((file for file in files if file.kind in (LLAMA_FACTORY, ARGUMENTS)), files[0])
+    main = next((file for file in files if file.kind in WITH_ARGUMENTS), files[0])
+    names = NAMES.get(main.kind, {})
+    draft = Draft(their_names={common: theirs for theirs, common in names.items()})
     files += _referenced(files, main, draft)
-    for file in files:
-        _add(draft, file)
-    kinds = {file.kind for file in files}
-    origin = Origin(
-        is_llama_factory=LLAMA_FACTORY in kinds,
-        has_arguments=bool(kinds & {LLAMA_FACTORY, ARGUMENTS}),
-        has_deepspeed=DEEPSPEED in kinds,
-        folder=main.path.parent,
-        hub=hub,
-    )
-    if origin.has_deepspeed or isinstance(draft.value("deepspeed"), dict):
-        draft.taken("deepspeed", why="its keys are listed by themselves")
-    elif draft.has("deepspeed"):
-        draft.without(
-            "deepspeed", "this file is not here: give it as another FILE, or set train.strategy"
-        )
+    if gpus is not None:
+        draft.add("nproc_per_node", Given("the command", "--gpus", gpus))
+    _add_all(draft, files)
+    origin = _origin(files, main, draft, hub)
+    _account_for_named(draft, files)
     _name(draft, out or main.path)
     infos = [
         Info(str(file.path), file.path.parent, file.content)
@@ -177,7 +120,10 @@ def import_files(
         if file.kind == DATASETS
     ]
     convert_arguments(draft, origin)
-    convert_datasets(draft, infos[0] if infos else None, hub, count_rows)
+    if origin.tool in (LLAMA_FACTORY, ARGUMENTS, None):
+        convert_datasets(draft, infos[0] if infos else None, hub, count_rows)
+    else:
+        convert_sources(draft, origin, count_rows)
     account_for_placement(draft)
     draft.account_for_the_rest(REASONS)
     _say_what_is_missing(draft)
@@ -192,6 +138,51 @@ def import_files(
     return Imported(yaml_text(draft, _head(files)), tuple(draft.rows), missing)
 
 
+def _origin(files: Sequence[_File], main: _File, draft: Draft, hub: str) -> Origin:
+    kinds = {file.kind for file in files}
+    if main.kind == SWIFT:
+        uses_hf = str(draft.value("use_hf")).lower() in ("1", "true")
+        hub = "huggingface" if uses_hf else "modelscope"
+        draft.taken("use_hf", why=f"source: {hub}")
+    return Origin(
+        tool=main.kind if main.kind in WITH_ARGUMENTS else None,
+        has_deepspeed=DEEPSPEED in kinds,
+        folder=main.path.parent,
+        hub=hub,
+    )
+
+
+def _add_all(draft: Draft, files: Sequence[_File]) -> None:
+    """Add the keys of `files`; where a command says something, the other files do not decide."""
+    has_command = any(file.is_command for file in files)
+    for file in sorted(files, key=lambda file: not file.is_command):
+        if file.kind == DATASETS:  # its keys are added once it is known which are used
+            continue
+        gives_way = has_command and not file.is_command and file.kind != DEEPSPEED
+        add_keys(draft, file.kind, file.content, str(file.path), gives_way=gives_way)
+
+
+def _account_for_named(draft: Draft, files: Sequence[_File]) -> None:
+    """Account for the keys that name another file."""
+    listed = "its keys are listed by themselves"
+    read = [file for file in files if not file.is_command]
+    kinds = {file.kind for file in read}
+    if DEEPSPEED in kinds or draft.has("zero_stage") or isinstance(draft.value("deepspeed"), dict):
+        draft.taken("deepspeed", why=listed)
+    draft.without(
+        "deepspeed", "this file is not here: give it as another FILE, or set train.strategy"
+    )
+    if ACCELERATE in kinds:
+        draft.taken("config_file", why=listed)
+    draft.without("config_file accelerate_config", "this file is not here: give it as another FILE")
+    if kinds & set(OF_TRAININGS):
+        draft.taken("config", why=listed)
+    elif draft.has("config"):
+        name = draft.value("config")
+        draft.problems.append(f"{name}: this file is not here: import from the folder it is in")
+    draft.taken(OVERRIDDEN, why="without effect there, too: the command's own options decide")
+
+
 def _head(files: Sequence[_File]) -> str:
     names = ", ".join(f"{file.path} ({file.kind})" for file in files)
     return f"Imported from {names}. {PAGE} says what differs between the tools."
@@ -201,19 +192,22 @@ def _head(files: Sequence[_File]) -> str:
 
 
 def _read_all(paths: Sequence[Path]) -> list[_File]:
-    files, problems = [], []
+    files: list[_File] = []
+    problems: list[str] = []
     for path in paths:
         try:
-            content = _read(path)
-            files.append(_File(path, _kind(content), content))
+            files += _read(path)
         except ConfigError as error:
             problems += [f"{path}: {problem}" for problem in error.problems]
-    for kind in (LLAMA_FACTORY, DEEPSPEED, ARGUMENTS, DATASETS):
-        same = [str(file.path) for file in files if file.kind == kind]
+    for kind in dict.fromkeys(file.kind for file in files):
+        same = [str(file.path) for file in files if file.kind == kind and not file.is_command]
         if len(same) > 1:
             problems.append(
                 f"{' and '.join(same)} are both of the kind {kind}; import one of them at a time"
             )
+    tools = [file.kind for file in files if file.kind in OF_TRAININGS]
+    if len(set(tools)) > 1:
+        problems.append(f"{' and '.join(dict.fromkeys(tools))}: import one training at a time")
     if not problems and all(file.kind == DATASETS for file in files):
         problems.append(f"{INFO_NAME} lists data sets only: give the YAML that uses them as well")
     if problems:
@@ -221,8 +215,26 @@ def _read_all(paths: Sequence[Path]) -> list[_File]:
     return files
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return the keys of a JSON or YAML file. Raises ConfigError."""
+def _read(path: Path) -> list[_File]:
+    """Return the file, or what a command in it says, as if by files. Raises ConfigError."""
+    text = _text(path)
+    command = read_command(text, str(path))
+    if command is not None:
+        return [_of_command(path, kind, content) for kind, content in command]
+    content = _content(text, str(path))
+    return [_File(path, _kind(content), content)]
+
+
+def _of_command(path: Path, kind: str, content: dict[str, Any]) -> _File:
+    """Return a part of a command; an unknown script has LLaMA-Factory's arguments or the Trainer's."""
+    _refuse_preferences(content)
+    if kind == ARGUMENTS and "finetuning_type" in content:
+        kind = LLAMA_FACTORY
+    return _File(path, kind, content, is_command=True)
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file. Raises ConfigError."""
     source = str(path)
     if path.is_dir():
         raise ConfigError(source, ["is a folder; name the YAML or JSON file in it"])
@@ -235,6 +247,11 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(source, [f"cannot be read: {reason}"]) from error
     if len(content) > strict_yaml.MAX_BYTES:
         raise ConfigError(source, [f"larger than {strict_yaml.MAX_BYTES} bytes, so not a config"])
+    return text
+
+
+def _content(text: str, source: str) -> dict[str, Any]:
+    """Return the keys of a JSON or YAML text. Raises ConfigError."""
     if text.lstrip().startswith(("{", "[")):
         value = _json(text, source)
     else:
@@ -277,41 +294,54 @@ def _kind(content: Mapping[str, Any]) -> str:
         return DATASETS
     if isinstance(document.get("model"), dict) or "experiment" in document:
         raise ConfigError("", ["is a config of this project already: `qwen3 check` reads it"])
-    told = {name: sum(key in document for key in keys) for name, keys in _OTHERS.items()}
-    is_llama_factory = any(key in document for key in _OF_LLAMA_FACTORY)
-    other = max(told, key=lambda name: told[name])
-    if told[other] > sum(key in document for key in _OF_LLAMA_FACTORY):
-        text = f"looks like {other}, which is not imported. Put its keys into a config and run"
+    _refuse_preferences(document)
+    hits = {tool: sum(key in document for key in keys) for tool, keys in TELLING.items()}
+    tool = max(hits, key=lambda tool: hits[tool])
+    if tool == ADAPTER and hits[tool]:
+        text = f"looks like {tool}, which is not imported. Put its keys into a config and run"
         raise ConfigError("", [f"{text} `qwen3 check`: it names our key for each of them"])
-    if is_llama_factory and ("model_name_or_path" in document or told[other] == 0):
-        return LLAMA_FACTORY
+    if hits[tool]:
+        return tool
     if is_deepspeed(document):
         return DEEPSPEED
-    if any(key in document for key in _OF_ARGUMENTS):
+    if any(key in document for key in TELLING_ARGUMENTS):
         return ARGUMENTS
-    if "model_name_or_path" in document:
-        return LLAMA_FACTORY
-    known = f"a LLaMA-Factory YAML, its {INFO_NAME}, a DeepSpeed JSON or TrainingArguments as JSON"
+    known = (
+        f"a YAML or JSON of {', '.join(OF_TRAININGS)}, DeepSpeed or {ACCELERATE}, {INFO_NAME}, "
+        "TrainingArguments as JSON, or a script with one command such as `swift sft ...`"
+    )
     found = ", ".join(list(document)[:5])
     raise ConfigError("", [f"unknown kind of file (it has the keys {found}); expected {known}"])
+
+
+def _refuse_preferences(document: Mapping[str, Any]) -> None:
+    """Raise ConfigError if `document` is of a training on preferences or rewards."""
+    found = [key for key in PREFERENCES if document.get(key) not in (None, False, "", [], {})]
+    if found:
+        key = found[0]
+        raise ConfigError("", [f"{key}: {shown(document[key])}: {NO_PREFERENCES}"])
 
 
 def _referenced(files: Sequence[_File], main: _File, draft: Draft) -> list[_File]:
     """Return the files here that the arguments name, unless one of their kind was given."""
     kinds = {file.kind for file in files}
-    found = []
-    named = main.content.get("deepspeed")
-    if (
-        main.kind in (LLAMA_FACTORY, ARGUMENTS)
-        and isinstance(named, str)
-        and DEEPSPEED not in kinds
-    ):
-        found += _named(main, Path(named), DEEPSPEED, draft)
+    found: list[_File] = []
+    to_read = list(files)
+    while to_read:
+        file = to_read.pop(0)
+        for key, kind in _NAMING.items():
+            name = file.content.get(key)
+            is_needed = kind != DEEPSPEED or DEEPSPEED not in kinds
+            if isinstance(name, str) and is_needed and file.kind not in (DEEPSPEED, DATASETS):
+                named = _named(file, Path(name), kind or file.kind, draft)
+                new = [one for one in named if one.path not in [other.path for other in files]]
+                found += new
+                to_read += new
     if main.kind == LLAMA_FACTORY and DATASETS not in kinds:
         folder = main.content.get("dataset_dir")
         places = [Path(folder if isinstance(folder, str) else "data") / INFO_NAME, Path(INFO_NAME)]
         for place in places:
-            if not found or found[-1].kind != DATASETS:
+            if all(file.kind != DATASETS for file in found):
                 found += _named(main, place, DATASETS, draft)
     return found
 
@@ -323,7 +353,7 @@ def _named(main: _File, name: Path, kind: str, draft: Draft) -> list[_File]:
     if path is None:
         return []
     try:
-        content = _read(path)
+        content = _content(_text(path), str(path))
         if (found := _kind(content)) != kind:
             raise ConfigError("", [f"is not a {kind} file but {found}"])
     except ConfigError as error:
@@ -332,18 +362,6 @@ def _named(main: _File, name: Path, kind: str, draft: Draft) -> list[_File]:
         ]
         return []
     return [_File(path, kind, content)]
-
-
-def _add(draft: Draft, file: _File) -> None:
-    """Add a file's keys to the draft; of dataset_info.json, once it is known which are used."""
-    if file.kind == DEEPSPEED:
-        add_deepspeed(draft, file.content, str(file.path))
-    elif file.kind != DATASETS:
-        for name, value in file.content.items():
-            if name == "deepspeed" and isinstance(value, dict):
-                add_deepspeed(draft, value, str(file.path), "deepspeed.")
-            else:
-                draft.add(spelled(name), Given(str(file.path), name, value))
 
 
 # The result.

@@ -96,13 +96,14 @@ _KEYS = {
         "report_to use_swanlab use_wandb use_mlflow use_tensorboard plot_loss trackio_space_id "
         "trackio_bucket_id trackio_static_space_id"
     ),
-    "tracking.project": "wandb_project swanlab_project mlflow_experiment_name wandb_entity",
+    "tracking.project": "wandb_project swanlab_project mlflow_experiment_name",
     "evaluate.max_new_tokens": "max_completion_length",
 }
 
 # A reason why this project has no such key, and the keys.
 _NO_KEY = {
     "results are in results/NAME, where NAME is `experiment`": (
+        "add_version create_checkpoint_symlink "
         "output_dir overwrite_output_dir logging_dir export_dir save_safetensors save_only_model "
         "dataset_prepared_path"
     ),
@@ -114,14 +115,16 @@ _NO_KEY = {
     "`snakemake` runs every stage whose result is missing, and `snakemake train` ends after that "
     "stage": ("do_train do_predict stage rlhf_type overwrite_cache load_from_cache_file"),
     "adapters are merged by the next stage; training begins from whole models only": (
-        "adapter_name_or_path adapters resume_adapter lora_model_dir"
+        "adapter_name_or_path adapters resume_adapter lora_model_dir resume_only_model"
     ),
     "the model's own chat template is used": (
+        "chat_template_jinja use_chat_template conversation "
         "template chat_template chat_template_path tool_format agent_template model_type "
         "response_prefix"
     ),
     "the tokenizer's own special tokens are used, and the vocabulary stays as it is": (
-        "special_tokens tokens eos_token pad_token add_special_tokens resize_vocab "
+        "special_tokens tokens added_tokens_overrides tokenizer_type tokenizer_config "
+        "tokenizer_use_fast eot_tokens eos_token pad_token add_special_tokens resize_vocab "
         "new_special_tokens add_tokens"
         " new_special_tokens_config init_special_tokens split_special_tokens use_fast_tokenizer"
     ),
@@ -138,7 +141,7 @@ _NO_KEY = {
     ),
     "every sample is used in each epoch; an epoch's last step may be smaller": "dataloader_drop_last drop_last",
     "tokenize takes all the cores that Snakemake gives it: `snakemake --cores N`": (
-        "preprocessing_num_workers dataset_num_proc dataset_processes dataset_kwargs"
+        "lazy_tokenize packing_num_proc preprocessing_num_workers dataset_num_proc dataset_processes dataset_kwargs"
     ),
     "columns that are not used are left out": "remove_unused_columns",
     "every optimizer step is recorded, and the progress line is always shown": (
@@ -157,7 +160,7 @@ _NO_KEY = {
     "greater_is_better",
     "the loss is the cross-entropy, averaged over all supervised tokens of the step": (
         "label_smoothing_factor average_tokens_across_devices loss_type neftune_noise_alpha "
-        "use_dft_loss use_asft_loss asft_alpha use_eaft_loss eaft_alpha compute_accuracy "
+        "enable_dft_loss eaft_k use_dft_loss use_asft_loss asft_alpha use_eaft_loss eaft_alpha compute_accuracy "
         "ignore_pad_token_for_loss"
     ),
     "train.optimizer lists the optimizers; these settings have no key here": (
@@ -170,13 +173,28 @@ _NO_KEY = {
     ),
     "kernels are chosen by the GPU and by what is installed": (
         "use_liger_kernel liger_kernel_config enable_liger_kernel use_unsloth use_kernels tf32 "
-        "torch_compile_backend torch_compile_mode use_cache use_cce"
+        "torch_compile_backend torch_compile_mode liger_rms_norm_gated use_sonicmoe use_scattermoe "
+        "fused_attn_kernel flex_attn_compile_kwargs use_cache use_cce plugins liger_rope "
+        "liger_rms_norm liger_glu_activation liger_layer_norm liger_cross_entropy "
+        "liger_fused_linear_cross_entropy cut_cross_entropy lora_mlp_kernel lora_qkv_kernel "
+        "lora_o_kernel lora_embedding_kernel chunked_cross_entropy flash_attn_cross_entropy "
+        "flash_attn_rms_norm flash_attn_fuse_mlp experts_implementation experts_impl s2_attention "
+        "unsloth_cross_entropy_loss tuner_backend dynamo_config dynamo_backend dynamo_mode"
     ),
     "`strategy: auto` takes the micro-batch, the offload and the activation checkpointing that fit "
     "the memory": ("auto_find_batch_size torch_empty_cache_steps activation_offloading"),
     "the strategy chooses gradient buckets, buffers and the backend": (
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
-        "ddp_backend use_orig_params allgather_bucket_size reduce_bucket_size"
+        "ddp_backend use_orig_params allgather_bucket_size reduce_bucket_size "
+        "auto_wrap_policy fsdp_auto_wrap_policy backward_prefetch fsdp_backward_prefetch "
+        "forward_prefetch fsdp_forward_prefetch cpu_ram_efficient_loading "
+        "fsdp_cpu_ram_efficient_loading state_dict_type fsdp_state_dict_type "
+        "final_state_dict_type fsdp_final_state_dict_type sync_module_states "
+        "fsdp_sync_module_states fsdp_use_orig_params transformer_layer_cls_to_wrap "
+        "fsdp_transformer_layer_cls_to_wrap min_num_params fsdp_min_num_params limit_all_gathers "
+        "fsdp_limit_all_gathers mixed_precision_policy cpu_offload_pin_memory "
+        "activation_checkpointing_reentrant zero3_init_flag zero3_save_16bit_model "
+        "zero_hpz_partition_size use_deepspeed use_fsdp multi_gpu ddp"
     ),
     "models are split over data-parallel ranks only (train.strategy), not over tensors or stages": (
         "tensor_parallel tensor_parallel_size tensor_model_parallel_size pipeline_parallel_size"
@@ -186,15 +204,16 @@ _NO_KEY = {
     "several nodes are a SLURM job or a list of hosts (docs/two-machines.md), which tells each "
     "rank its place": (
         "hostfile master_addr master_port node_rank machine_rank local_rank main_process_ip "
-        "main_process_port rdzv_endpoint ray_init_kwargs"
+        "main_process_port rdzv_endpoint ray_init_kwargs rdzv_backend rdzv_id rdzv_conf "
+        "same_network standalone deepspeed_multinode_launcher deepspeed_hostfile"
     ),
-    "for a base in 4 bits (QLoRA) set train.lora.base: nf4 yourself; other quantizations do not "
-    "exist here": (
-        "load_in_4bit load_in_8bit quantization_bit quantization_method quant_method quant_bits "
+    "for a base in 4 bits (QLoRA) set train.lora.base: nf4; other quantizations do not exist here": (
+        "gptq bnb_config_kwargs load_in_4bit load_in_8bit quantization_bit quantization_method quant_method quant_bits "
         "double_quantization"
         " bnb_4bit_compute_dtype bnb_4bit_quant_type quantization_type quantization_device_map"
     ),
     "the model is taken as it is, apart from adapters and frozen parameters": (
+        "type_of_model overrides_of_model_config base_model_config is_qwen_derived_model "
         "model_init_kwargs upcast_layernorm freeze_vision_tower freeze_vit "
         "vit_gradient_checkpointing"
         " image_max_pixels max_pixels trust_remote_code layer_replication resize_token_embeddings"
@@ -212,7 +231,9 @@ _NO_KEY = {
     "the first rank writes, into a folder that all nodes share": "save_on_each_node",
     "adapters have one rank, are of linear modules, and begin without an effect; only they are "
     "trained": (
-        "bias lora_bias modules_to_save lora_modules_to_save additional_target "
+        "bias lora_bias lora_dtype lora_on_cpu lora_fan_in_fan_out target_regex "
+        "lora_target_parameters peft_layers_to_transform peft_init_lora_weights "
+        "lora_rank_pattern modules_to_save lora_modules_to_save additional_target "
         "trainable_token_indices layers_to_transform layers_pattern rank_pattern alpha_pattern "
         "init_lora_weights init_weights loftq_config eva_config corda_config lora_ga_config "
         "velora_config alora_invocation_tokens use_qalora qalora_group_size monteclora_config "
@@ -229,7 +250,8 @@ _NO_KEY = {
     "only text is trained on: rows with pictures, sounds or videos are refused": (
         "media_dir image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels "
         "video_min_pixels video_fps video_maxlen use_audio_in_video audio_sampling_rate "
-        "freeze_multi_modal_projector freeze_language_model"
+        "freeze_multi_modal_projector freeze_language_model freeze_aligner freeze_llm processor_type "
+        "vit_lr aligner_lr"
     ),
     "it says how a model answers or is served, not how it is trained": (
         "do_sample temperature top_p top_k num_beams repetition_penalty length_penalty "
@@ -245,7 +267,24 @@ _NO_KEY = {
         "cache_dir tokenized_path preprocessing_batch_size buffer_size data_shared_file_system"
     ),
     "trackers take their settings from their own environment variables": (
-        "swanlab_workspace swanlab_mode swanlab_logdir swanlab_lark_webhook_url"
+        "swanlab_workspace swanlab_mode swanlab_logdir swanlab_lark_webhook_url wandb_entity "
+        "wandb_watch wandb_mode wandb_run_id wandb_log_model mlflow_tracking_uri "
+        "hf_mlflow_log_artifacts swanlab_notification_method"
+    ),
+    "it says how accelerate starts its processes": (
+        "compute_environment main_training_function downcast_bf16 gpu_ids enable_cpu_affinity "
+        "num_cpu_threads_per_process tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_env "
+        "mpirun_config max_restarts monitor_interval module no_python quiet"
+    ),
+    "the rows of swift/self-cognition are taken as they are: put the names into a file of your own": (
+        "model_name model_author"
+    ),
+    "samples are drawn in an order of our own, from the seed": (
+        "shuffle_merged_datasets dataset_shuffle train_dataloader_shuffle val_dataset_shuffle "
+        "sample_packing_sequentially curriculum_sampling"
+    ),
+    "guards refuse a step whose loss is not finite or a spike (train.guards)": (
+        "loss_watchdog_threshold loss_watchdog_patience"
     ),
     "peft writes it into the adapter by itself": "auto_mapping peft_version inference_mode",
 }

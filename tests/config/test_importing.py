@@ -16,12 +16,12 @@ import pytest
 from transformers import TrainingArguments
 
 from pipeline_lib.config import strict_yaml
-from pipeline_lib.config.import_draft import OFF, AccountPart, Row
-from pipeline_lib.config.importing import Imported, import_files
+from pipeline_lib.config.import_draft import OFF, AccountPart
+from pipeline_lib.config.importing import Imported
 from pipeline_lib.config.load import load_config
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.store import Store
-from pipeline_lib.data.read_files import count_rows
+from tests.config.imports import config_of, imported, leaves, problems, row_of, write
 from tests.processes import running
 from tests.stages import ROOT, run_stages_here
 from tests.tiny import tiny_model
@@ -120,59 +120,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write(name: str, content: Any) -> Path:
-    path = Path(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        content if isinstance(content, str) else json.dumps(content, indent=4), encoding="utf-8"
-    )
-    return path
-
-
-def imported(*paths: Path) -> Imported:
-    return import_files(paths, "huggingface", count_rows)
-
-
-def config_of(result: Imported) -> dict[str, Any]:
-    """The keys of the config that was written, as text and back."""
-    value = strict_yaml.parse(result.text, "imported").value
-    assert isinstance(value, dict)
-    return value
-
-
 def from_yaml(text: str, info: Any = ALPACA) -> Imported:
     if info is not None:
         write("data/dataset_info.json", info)
     return imported(write("lora.yaml", text))
 
 
-def row_of(result: Imported, key: str) -> Row:
-    """The one row that accounts for `key`."""
-    [row] = [row for row in result.rows if key in [one.name for one in row.keys]]
-    return row
-
-
-def problems(*paths: Path) -> list[str]:
-    with pytest.raises(ConfigError) as raised:
-        imported(*paths)
-    return raised.value.problems
-
-
 def all_arguments() -> str:
     """What transformers writes: every argument, most at its default."""
     return str(TrainingArguments(output_dir="out").to_json_string())  # type: ignore[no-untyped-call]
-
-
-def leaves(value: dict[str, Any], above: str = "") -> list[str]:
-    found = []
-    for key, inner in value.items():
-        if isinstance(inner, dict) and inner:
-            found += leaves(inner, f"{above}{key}.")
-        elif key == "betas" and isinstance(inner, list):
-            found += [f"{above}{key}[{number}]" for number in range(len(inner))]
-        else:
-            found.append(above + key)
-    return found
 
 
 # The whole way.
@@ -233,6 +189,13 @@ def test_the_config_is_on_stdout_and_the_account_on_stderr() -> None:
     value = strict_yaml.parse(done.stdout, "stdout").value
     assert value["model"] == {"source": "modelscope", "name": "Qwen/Qwen3-8B"}
     assert all(part in done.stderr for part in AccountPart)
+
+
+def test_the_number_of_gpus_is_an_option_of_the_command() -> None:
+    write("ds.json", AUTO)
+
+    assert command("import", "ds.json", "-o", "my.yaml", "--gpus", "4").returncode == 0
+    assert strict_yaml.load(Path("my.yaml")).value["cluster"] == {"gpus_per_node": 4}
 
 
 def test_a_pipe_is_read_as_a_file_is(folder: Path) -> None:
@@ -351,12 +314,12 @@ def test_a_secret_is_nowhere(key: str) -> None:
 
 
 def test_what_has_no_equivalent_stands_in_the_config_as_a_comment() -> None:
-    text = from_yaml(LORA + "quantization_bit: 4\n").text
+    text = from_yaml(LORA + "quantization_bit: 8\n").text
 
     changed, without = text.partition("# Not converted:\n")[::2]
     assert (
-        "#   - quantization_bit: 4: for a base in 4 bits (QLoRA) set train.lora.base: nf4 "
-        "yourself; " in without
+        "#   - quantization_bit: 8: for a base in 4 bits (QLoRA) set train.lora.base: nf4; "
+        in without
     )
     assert "#   - ddp_timeout: 180000000: train.timeout_s stays 300 s" in changed
     assert "resume_from_checkpoint" not in text
@@ -439,6 +402,7 @@ def with_sources(result: Imported) -> str:
     [
         ("lora_alpha: 32", {"lora": {"alpha": 32}}),
         ("lora_alpha: null", {"lora": {"alpha": 16}}),
+        ("quantization_bit: 4", {"lora": {"base": "nf4"}}),
         ("lora_target: q_proj, v_proj", {"lora": {"targets": ["q_proj", "v_proj"]}}),
         (
             "use_rslora: true\nuse_dora: yes\nloraplus_lr_ratio: 16",
@@ -845,18 +809,6 @@ def test_without_a_dataset_info_the_data_alone_are_missing() -> None:
         ("a: &x 1\n", "anchors and aliases"),
         ("hello: 1\n", "unknown kind of file (it has the keys hello)"),
         ("experiment: x\nmodel: {source: tiny}\n", "a config of this project already"),
-        (
-            "base_model: Q/Q\nsequence_len: 2048\nsample_packing: true\ndatasets: []\n",
-            "looks like a config of Axolotl",
-        ),
-        (
-            "model: Q/Q\ntrain_type: lora\ndataset: [a]\nlearning_rate: 1\n",
-            "looks like a config of ms-swift",
-        ),
-        (
-            "model_name_or_path: Q/Q\ndataset_name: a/b\nuse_peft: true\nlora_r: 4\n",
-            "looks like arguments of a TRL",
-        ),
         (
             '{"peft_type": "LORA", "r": 8, "target_modules": []}',
             "looks like peft's config of an adapter",
