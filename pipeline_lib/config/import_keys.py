@@ -32,9 +32,9 @@ def add_keys(
         key = _common(tool, name, value)
         if key == "deepspeed" and isinstance(value, dict):
             add_deepspeed(draft, value, file, f"{name}.")
-        elif key == "deepspeed" and tool == SWIFT and value in _PRESETS:
+        elif key == "deepspeed" and tool == SWIFT and str(value) in _PRESETS:
             draft.add(key, Given(file, name, value))
-            _add_preset(draft, value, file)
+            _add_preset(draft, str(value), file)
         elif gives_way and draft.has(key):
             draft.given.setdefault(OVERRIDDEN, []).append(Given(file, name, value))
         else:
@@ -62,7 +62,10 @@ def _flat(tool: str, document: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _inner(above: str, entry: Any) -> Iterator[tuple[str, Any]]:
-    for name, value in entry.items() if isinstance(entry, dict) else ():
+    if not isinstance(entry, dict) or not entry:
+        yield above, entry
+        return
+    for name, value in entry.items():
         if name == "type" and isinstance(value, dict):
             yield from _inner(f"{above}.{name}", value)
         else:

@@ -244,7 +244,10 @@ def _columns(draft: Draft, source: Source, entry: str, ours_of: dict[str, str]) 
 
 
 def _conversations(draft: Draft, entry: str, source: Source, word: str) -> None:
-    names: dict[str, Any] = draft.value(f"{entry}.message_property_mappings", {})
+    names: Any = draft.value(f"{entry}.message_property_mappings", {})
+    if not isinstance(names, dict):
+        draft.problems.append(f"{entry}.message_property_mappings: {shown(names)} is no mapping")
+        return
     role = names.get("role", draft.text(f"{entry}.message_field_role"))
     content = names.get("content", draft.text(f"{entry}.message_field_content"))
     is_sharegpt = word == "sharegpt" or role == "from"
@@ -285,8 +288,8 @@ def _roles(draft: Draft, entry: str, source: Source) -> None:
         return
     for ours, names in roles.items():
         for theirs in names:
-            if _KNOWN_ROLES.get(theirs) != ours:
-                source.setdefault("roles", {})[theirs] = ours
+            if _KNOWN_ROLES.get(str(theirs)) != ours:
+                source.setdefault("roles", {})[str(theirs)] = ours
     draft.taken(key, why="data.train, roles")
 
 

@@ -338,6 +338,14 @@ def test_values_of_axolotl(lines: str, section: str, expected: dict[str, Any]) -
     assert (train[section] if section else train).items() >= expected.items()
 
 
+def test_an_entry_of_no_known_form_is_named() -> None:
+    text = AXOLOTL_FSDP.replace("datasets:", "datasets:\n  - 5\n  - {}")
+
+    result = imported(write("a.yaml", text))
+
+    assert {row_of(result, f"datasets[{number}]").part for number in (0, 1)} == {AccountPart.NONE}
+
+
 # ms-swift.
 
 
@@ -528,6 +536,10 @@ def test_commands_in_the_forms_that_people_write(line: str, gpus: int, lr: float
         ("model_name_or_path: Q/Q\ndataset_name: a/b\nbeta: 0.1\n", "beta: 0.1: preference"),
         ("model: Q/Q\ntask_type: embedding\ndataset: [a/b]\n", "task_type: embedding"),
         ("base_model: Q/Q\nadapter: ia3\nlearning_rate: 1e-4\n", "adapter: ia3 does not exist"),
+        (
+            "base_model: Q/Q\ndatasets: [{path: a/b, message_property_mappings: 1}, {}, 2]\n",
+            "datasets[0].message_property_mappings: 1 is no mapping",
+        ),
         ("model: Q/Q\ntruncation_strategy: middle\n", "truncation_strategy: middle is not one of"),
     ],
 )
