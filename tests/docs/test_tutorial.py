@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,7 +179,8 @@ def test_every_kind_of_command_that_is_not_run_is_there() -> None:
 @pytest.mark.slow
 def test_the_small_run_trains_and_its_model_answers(tmp_path: Path, forked_programs: Path) -> None:
     """From untrained weights instead of the demo's."""
-    place = workplace(tmp_path, PATH=f"{forked_programs}:{os.environ['PATH']}", OMP_NUM_THREADS="1")
+    programs = f"{forked_programs}:{Path(sys.executable).parent}"
+    place = workplace(tmp_path, PATH=f"{programs}:{os.environ['PATH']}", OMP_NUM_THREADS="1")
     for block in blocks_of(PAGES[0]):
         if block.kind == "bash":
             assert place.run(block.text).returncode == 0
