@@ -45,8 +45,7 @@ def test_a_full_disk_is_no_bug_wherever_it_is_met(
 
     parser = argparse.ArgumentParser()
     parser.set_defaults(command=fail)
-    monkeypatch.setattr(command_line, "parser", lambda: parser)
-    monkeypatch.setattr("sys.argv", ["pipeline_lib"])
+    monkeypatch.setattr(command_line, "_parsed", lambda argv: parser.parse_args([]))
     with pytest.raises(SystemExit) as ended:
         command_line.main()
     assert ended.value.code == errors.DiskFull.exit_code

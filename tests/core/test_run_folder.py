@@ -80,11 +80,11 @@ def test_a_damaged_checkpoint_is_brought_back_by_the_command_that_is_told(folder
     path = spoil(folder)
     found, [(aside, reason)] = rejects(folder)
     assert found == folder / "step-00000003"
-    command = re.search(r"`python (-m pipeline_lib store restore [^`]+)`", reason)
+    command = re.search(r"`qwen3 (store restore [^`]+)`", reason)
     assert command, reason
 
     def run() -> "subprocess.CompletedProcess[str]":
-        arguments = [sys.executable, *command[1].split()]
+        arguments = [sys.executable, "-m", "pipeline_lib", *command[1].split()]
         return subprocess.run(
             arguments, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "HOME": "/"}
         )

@@ -417,7 +417,7 @@ def test_an_unfinished_experiment_is_refused_with_the_command_that_finishes_it(
     Dag.compile([str(config)], {}, store).freeze()
     for text in ("mine", "results/mine/model"):
         with pytest.raises(
-            IntegrityError, match=r"'mine' has no finished model; .*pipeline_lib status mine` shows"
+            IntegrityError, match=r"'mine' has no finished model; .*qwen3 status mine` shows"
         ):
             model_of(text, store)
 

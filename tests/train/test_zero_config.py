@@ -145,8 +145,7 @@ def test_no_key_that_deepspeed_knows_is_called_unknown(tmp_path: Path) -> None:
 def test_keys_of_ours_lead_to_the_command_that_converts_them(tmp_path: Path) -> None:
     path = written(tmp_path, {"gradient_clipping": 1.0, "optimizer": {"type": "AdamW"}})
     assert [
-        f"qwen3 import {path}" in problem
-        for problem in json_problems(str(path), "zero2", "none")
+        f"qwen3 import {path}" in problem for problem in json_problems(str(path), "zero2", "none")
     ] == [
         False,
         True,
