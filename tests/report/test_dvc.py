@@ -22,9 +22,11 @@ from pipeline_lib.config.compile import Experiment, open_experiment, open_experi
 from pipeline_lib.core.errors import ConfigError, PipelineError
 from pipeline_lib.core.lock import locked
 from pipeline_lib.core.store import Manifest, Store, describe_files, write_manifest
+from pipeline_lib.records.record import to_json
 from pipeline_lib.report import record
 from pipeline_lib.report.overrides import is_copy, overrides_in, refuse_overrides
 from pipeline_lib.report.publish import publish
+from tests.complete import evaluation
 
 pytestmark = pytest.mark.slow
 
@@ -402,7 +404,7 @@ def test_of_a_sweep_the_best_is_published(clone: Clone) -> None:
             experiment,
             clone.store,
             "evaluate",
-            {"metrics.json": json.dumps({"eval": {"tuned": {"loss": 2 + lr}}})},
+            {"metrics.json": json.dumps(to_json(evaluation(2 + lr)))},
         )
         seal(experiment, clone.store, "report", report_of(lr))
     said = clone.library("publish", "config/sweep.yaml")
