@@ -94,9 +94,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Replace this process by snakemake's, which people and systems then signal and wait for."""
     stages = [word for word in arguments.words if "=" not in word]
     _refuse_wrong_words(stages)
-    strict_yaml.load(
-        arguments.config
-    )  # what it cannot read, snakemake would end with a traceback of
+    # What this cannot read, snakemake would end with a traceback of.
+    strict_yaml.load(arguments.config)
     environ = dict(os.environ)
     environ[COMMAND_VARIABLE] = shlex.join(["qwen3", *sys.argv[1:]])
     if arguments.gpus is not None:

@@ -304,7 +304,12 @@ def _describe(detail: Any, keys: Keys, names: list[str], others: list[str]) -> s
 def _sources(keys: Keys) -> list[str]:
     """Return the values that `source` may have at `keys`: `model.source`, `data.train[0].source`."""
     kinds = get_args(get_args(ModelSource if keys[0] == "model" else DataSource)[0])
-    return [source for kind in kinds for source in get_args(kind.model_fields["source"].annotation)]
+    return [source for kind in kinds for source in _sources_of(kind)]
+
+
+def _sources_of(section: type[Section]) -> tuple[str, ...]:
+    """Return the values of `source` by which `section` is chosen."""
+    return get_args(section.model_fields["source"].annotation)
 
 
 def _form_of(kind: str, found: Any, keys: Keys) -> str:
@@ -356,11 +361,7 @@ def _in_file(loc: tuple[str | int, ...]) -> tuple[Keys, list[str]]:
     beside: list[type[Section]] = []
     here: list[type[Section]] = [ConfigFile]
     for part in loc:
-        chosen = [
-            section
-            for section in here
-            if len(here) > 1 and part in get_args(section.model_fields["source"].annotation)
-        ]
+        chosen = [section for section in here if len(here) > 1 and part in _sources_of(section)]
         if chosen:
             here = chosen
         elif here or isinstance(part, int):

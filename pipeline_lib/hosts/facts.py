@@ -152,7 +152,12 @@ def _packages() -> dict[str, str]:
 
 def gpus_here() -> list[HostGpu]:
     """Return the GPUs of this host in the driver's order; none without a driver."""
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    return [HostGpu(*values) for values in ask_driver("name", "driver_version")]
+
+
+def ask_driver(*keys: str) -> list[list[str]]:
+    """Return what nvidia-smi says of each GPU of this host under `keys`; none without a driver."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_CALL_S
@@ -161,9 +166,9 @@ def gpus_here() -> list[HostGpu]:
         return []
     found = []
     for line in done.stdout.splitlines() if done.returncode == 0 else []:
-        parts = [part.strip() for part in line.split(",")]
-        if len(parts) == 2:
-            found.append(HostGpu(*parts))
+        values = [value.strip() for value in line.split(",")]
+        if len(values) == len(keys):
+            found.append(values)
     return found
 
 

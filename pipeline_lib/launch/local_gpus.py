@@ -8,7 +8,6 @@ import errno
 import fcntl
 import os
 import socket
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,12 +16,12 @@ from pathlib import Path
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.units import count
 from pipeline_lib.core.user_cache import UserCache
+from pipeline_lib.hosts.facts import ask_driver
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _FOLDER = "gpus"
 _TURN = "turn"  # the file that a process locks while it looks for free GPUs
 _POLL_S = 0.5
-_CALL_S = 30.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -32,7 +31,7 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     As CUDA does, it ends at the first entry of CUDA_VISIBLE_DEVICES that names no GPU. An instance
     of a GPU that is divided (MIG) goes by its entry there.
     """
-    present = _gpus_by_index()
+    present = {index: uuid for index, uuid in ask_driver("index", "uuid")}
     if VISIBLE not in environ:
         return tuple(present.values())
     found: list[str] = []
@@ -42,23 +41,6 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
             break
         found.append(named)
     return tuple(found)
-
-
-def _gpus_by_index() -> dict[str, str]:
-    """Return the UUID of each GPU of this machine, by the driver's number."""
-    command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_CALL_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    lines = done.stdout.splitlines() if done.returncode == 0 else []
-    found = {}
-    for line in lines:
-        index, _, uuid = line.partition(",")
-        found[index.strip()] = uuid.strip()
-    return found
 
 
 def _named_by(entry: str, present: Mapping[str, str]) -> str | None:
@@ -78,7 +60,7 @@ def taken_gpus(wanted: int, environ: MutableMapping[str, str], say: Say) -> Iter
     Where other stages of this user have too many of them, wait. Nothing is taken where there are
     fewer in all, which others report, or where nothing can be locked.
     """
-    visible = visible_gpus(environ)
+    visible = visible_gpus(environ) if wanted else ()  # most stages want none
     folder = UserCache.from_env(environ).within(_FOLDER, socket.gethostname())
     if not 0 < wanted <= len(visible) or not folder.is_private or folder.folder is None:
         yield

@@ -128,3 +128,14 @@ def test_nothing_is_waited_for_that_can_never_be(
 def test_a_machine_without_a_driver_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     assert visible_gpus({}) == ()
+
+
+def test_a_stage_without_gpus_does_not_ask_the_driver(
+    environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", environ["PATH"])
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n")
+    with taken_gpus(0, environ, print):
+        assert not (tmp_path / "asked").exists()
+    visible_gpus(environ)
+    assert (tmp_path / "asked").exists()
