@@ -72,6 +72,7 @@ rule plan:
 onstart:
     take_out_of_future(EXPERIMENT.outputs())
     note_begin()
+    INVOCATION.note_wanted(job.rule.name for job in workflow.dag.needrun_jobs())
     if workflow.local_exec:
         STAGES_STOPPED.begin()
 

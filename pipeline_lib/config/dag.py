@@ -312,6 +312,20 @@ class Dag:
             refs.append(self._owners(digest)[0].ref("plan"))
         return [str(self.store.pointer(ref)) for ref in refs]
 
+    def following(self, training: str) -> list[Spec]:
+        """Return what is made of the whole `training` and of no other, in order.
+
+        Those are its merges, the evaluations of the base model that its own are compared with, and
+        these.
+        """
+        placed = [spec for spec, _ in self._placed.values()]
+        merges = [spec for spec in placed if spec.stage == "merge" and _reads(spec, {training})]
+        merged = {spec.digest for spec in merges}
+        tuned = [spec for spec in placed if spec.stage == "evaluate" and _reads(spec, merged)]
+        compared = {ref.digest for spec in tuned for ref in spec.inputs.values()}
+        of_base = [spec for spec in placed if is_of_base(spec) and spec.digest in compared]
+        return [*merges, *of_base, *tuned]
+
     def unhashed_arguments(self, digest: str) -> list[str]:
         """Return the arguments by which `digest`'s rule passes what no digest has: `--where JSON`.
 
@@ -381,6 +395,11 @@ class Dag:
         raise IntegrityError(
             f"{digest}: no stage of experiment {self.experiment.name!r}; ask for its own targets"
         )
+
+
+def _reads(spec: Spec, digests: Collection[str]) -> bool:
+    """Return whether one of `digests` is an input of `spec`."""
+    return any(ref.digest in digests for ref in spec.inputs.values())
 
 
 def link_results(experiment: Experiment, store: Store, results: Path = RESULTS) -> dict[str, Path]:

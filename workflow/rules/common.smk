@@ -128,6 +128,14 @@ def requeue_flag(wildcards):
     return "--requeue" if workflow.remote_exec else ""
 
 
+def following(wildcards):
+    """What the job of a training goes on with, so that it does not queue again."""
+    specs = INVOCATION.following(wildcards.digest)
+    return (
+        ["--then", *(STORE.spec_path(spec.digest) for spec in specs)] if specs else []
+    )
+
+
 def gpus_of(kind):
     """How many GPUs of this machine a stage takes."""
 
