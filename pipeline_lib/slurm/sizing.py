@@ -78,9 +78,9 @@ def training_request(
     """Return the request of `config`'s training, which reads `read_bytes`; `plan` may be partial.
 
     `plan` is its plan.json, as far as known. The job goes on with what would be jobs that request
-    `following`; for what they need beyond the nodes, the training does not wait. The run time is capped to the limit of `nodes`, unless
-    the config sets it: a longer run is saved there and queued again. Memory is capped to what the
-    nodes have only if it is a guess.
+    `following`; for what they need beyond the nodes, the training does not wait. The run time is
+    capped to the limit of `nodes`, unless the config sets it: a longer run is saved there and
+    queued again. Memory is capped to what the nodes have only if it is a guess.
     """
     cluster = config.cluster
     memory_mb = _UNKNOWN_MB
