@@ -107,7 +107,7 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_commands_exist(page: str) -> None:
     makefile = read("Makefile")
     rules = "".join(path.read_text() for path in sorted(ROOT.glob("workflow/rules/*.smk")))
-    rules += read("Snakefile")
+    rules += read("workflow/Snakefile")
     for line in commands_of(read(page)):
         command = shlex.split(re.split(r" && | > ", line)[0])
         if command[0] == "make":
