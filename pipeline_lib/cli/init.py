@@ -21,7 +21,8 @@ IGNORED_BY_GIT = """\
 /dvc_plots/
 """
 _WHAT = "make a project folder: a config to begin with, and what git and DVC need"
-_COPIED = (DEFAULT_CONFIG, Path("dvc.yaml"), Path(".dvcignore"))
+_DATA = Path("config/demo.jsonl")
+_COPIED = (DEFAULT_CONFIG, _DATA, Path("dvc.yaml"), Path(".dvcignore"))
 
 
 def add_to(commands: Any) -> None:
@@ -34,7 +35,7 @@ def add_to(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     folder: Path = arguments.folder
     make_project(folder)
-    print(f"made {folder / DEFAULT_CONFIG}, dvc.yaml, .dvcignore and .gitignore; it runs as it is:")
+    print(f"made {folder / DEFAULT_CONFIG}, which runs as it is, and what git and DVC need:")
     if folder.resolve() != Path.cwd():
         print(f"  cd {folder}")
     print(f"  qwen3 run {DEFAULT_CONFIG}")

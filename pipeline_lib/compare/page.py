@@ -456,7 +456,7 @@ def render(comparison: Comparison) -> str:
         "sections": {
             name: (title, getattr(comparison.differences, name)) for name, title in SECTIONS
         },
-        "same": [] if comparison.is_identical and len(names) == 2 else comparison.same_texts,
+        "same": comparison.telling_texts,
         "generations": answers[:MAX_PROMPTS],
         "more_generations": max(0, len(answers) - MAX_PROMPTS),
         "answer_chars": min(MAX_ANSWER_CHARS, ANSWER_CHARS // len(names)),

@@ -12,7 +12,7 @@ from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.store import Store
 
 
-def test_its_config_is_one_that_runs(tmp_path: Path) -> None:
+def test_its_config_is_one_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "mine"
     done = subprocess.run(
         [sys.executable, "-m", "pipeline_lib", "init", str(folder)],
@@ -22,7 +22,8 @@ def test_its_config_is_one_that_runs(tmp_path: Path) -> None:
         check=True,
     )
     assert "qwen3 run config/config.yaml" in done.stdout
-    dag = Dag.open(folder / "config" / "config.yaml", Store(tmp_path / "store"))
+    monkeypatch.chdir(folder)
+    dag = Dag.open(Path("config", "config.yaml"), Store(tmp_path / "store"))
     assert dag.experiment.name == "demo"
     assert "&& qwen3 run config/config.yaml &&" in (folder / "dvc.yaml").read_text()
 
@@ -40,7 +41,8 @@ def test_git_sees_the_config_and_no_results(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    seen = {".dvcignore", ".gitignore", "config/config.yaml", "dvc.yaml", "results/current/a"}
+    seen = {".dvcignore", ".gitignore", "dvc.yaml", "results/current/a"}
+    seen |= {"config/config.yaml", "config/demo.jsonl"}
     assert set(listed.stdout.split()) == seen
 
 

@@ -33,6 +33,11 @@ use rule shard_stage as evaluate_stage with:
         gpus=gpus_of("load"),
 
 
+def report_labels(wildcards):
+    """What `snakemake --report` calls a page."""
+    return {"experiment": EXPERIMENT.config_of(wildcards.digest).experiment}
+
+
 rule report_stage:
     input:
         ancient(stage_inputs),
@@ -42,6 +47,7 @@ rule report_stage:
             f"{STORE.root}/report/{{digest}}.html",
             caption="../report/experiment.rst",
             category="Experiments",
+            labels=report_labels,
         ),
     log:
         "logs/report/{digest}.log",
