@@ -47,7 +47,7 @@ def test_both_languages_have_the_same_code_numbers_and_links(page: str) -> None:
         (
             "chat demo",
             "chat demos",
-            "## Two commands: only in README.zh-CN.md: line of code '    qwen3",
+            "## Three commands: only in README.zh-CN.md: line of code '    qwen3",
         ),
         (
             "epochs: 2\n",
@@ -59,7 +59,7 @@ def test_both_languages_have_the_same_code_numbers_and_links(page: str) -> None:
             "docs/dat.md",
             "## Your own run: only in README.zh-CN.md: link 'docs/dat.md'",
         ),
-        ("## 承诺", "### 承诺", "the sections differ: "),
+        ("## 有测试保证的行为", "### 有测试保证的行为", "the sections differ: "),
     ],
 )
 def test_a_change_in_one_language_alone_is_named(old: str, new: str, what: str) -> None:
