@@ -11,7 +11,7 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
-from pipeline_lib.cli import chat, experiments, init, internal, machines, run, store
+from pipeline_lib.cli import chat, experiments, init, internal, machines, mcp_server, run, store
 from pipeline_lib.core.errors import BUG, CONTINUES, ERROR, STOPPED, PipelineError, exit_line
 from pipeline_lib.core.files import disk_full_named
 from pipeline_lib.core.signals import Terminated, stops_interrupt
@@ -48,6 +48,9 @@ after it
   trace      where a model comes from, back to hub commits and data files
   record     save an experiment as one of DVC's
   publish    copy an experiment's small results to results/current, for DVC
+
+for assistants
+  mcp        serve check, plan, status, summary, compare and the documentation over stdio
 
 what is kept
   store      list, measure, clean up and verify it"""
@@ -136,6 +139,6 @@ def _parser_and_commands() -> tuple[argparse.ArgumentParser, Any]:
     commands = root.add_subparsers(
         prog="qwen3", required=True, metavar="COMMAND", help=argparse.SUPPRESS
     )
-    for group in (run, init, experiments, chat, store, machines, internal):
+    for group in (run, init, experiments, chat, store, machines, mcp_server, internal):
         group.add_to(commands)
     return root, commands
