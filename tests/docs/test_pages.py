@@ -169,3 +169,9 @@ def test_each_language_links_to_the_other() -> None:
         assert f"]({name})" in read(chinese_of(page)).partition("\n## ")[0], chinese_of(page)
     translated = {page.replace(CHINESE, ".md") for page in PAGES if page.endswith(CHINESE)}
     assert translated == set(IN_TWO_LANGUAGES)
+
+
+def test_the_image_and_make_install_take_the_torch_of_the_constraints() -> None:
+    [pinned] = re.findall(r"^torch==([\d.]+)$", read("constraints.txt"), re.MULTILINE)
+    assert re.findall(r"torch==([\d.]+)", read("Makefile")) == [pinned]
+    assert re.findall(r"torch==([\d.]+)", read("Dockerfile")) == [pinned]
