@@ -126,6 +126,11 @@ def stage_where(wildcards):
     return EXPERIMENT.unhashed_arguments(wildcards.digest)
 
 
+def report_labels(wildcards):
+    """What `snakemake --report` calls a page."""
+    return {"experiment": EXPERIMENT.config_of(wildcards.digest).experiment}
+
+
 def requeue_flag(wildcards):
     """A job that the profile submitted may queue itself again; of one that its user runs, that is for the user."""
     return "--requeue" if workflow.remote_exec else ""

@@ -33,11 +33,6 @@ use rule shard_stage as evaluate_stage with:
         gpus=gpus_of("load"),
 
 
-def report_labels(wildcards):
-    """What `snakemake --report` calls a page."""
-    return {"experiment": EXPERIMENT.config_of(wildcards.digest).experiment}
-
-
 rule report_stage:
     input:
         ancient(stage_inputs),
