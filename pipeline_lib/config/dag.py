@@ -35,6 +35,7 @@ from pipeline_lib.config.halving import (
 from pipeline_lib.config.load import NONE_OVERRIDDEN, Overrides
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.stages import PRODUCTS, STAGES, is_of_base
+from pipeline_lib.config.strict_yaml import YamlDocument
 from pipeline_lib.core.errors import ConfigError, IntegrityError
 from pipeline_lib.core.files import (
     canonical_json,
@@ -51,6 +52,7 @@ OVERRIDES = "set"  # of Snakemake's `--config`: a list of `KEY=VALUE`
 COMMAND_VARIABLE = "QWEN3_RUN"  # for snakemake: the command of ours that started it
 FROZEN_VARIABLE = "PIPELINE_FROZEN_EXPERIMENT"
 DEFAULT_CONFIG = Path("config/config.yaml")
+MODULE_CONFIG = "the config of the module"
 RESULTS = Path("results")
 _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
 
@@ -110,6 +112,23 @@ class Dag:
         Raises ConfigError, HubError.
         """
         name, experiments, halving = open_sweep(path, store, refuse, learn, overrides)
+        return Dag(experiments, store, halving, name)
+
+    @staticmethod
+    def of_mapping(
+        keys: Mapping[str, object],
+        store: Store,
+        refuse: Refuse = lambda _: None,
+        learn: Learn = lambda _: None,
+    ) -> "Dag":
+        """Compile the config `keys`, which a workflow gives that uses this one as a module.
+
+        Raises as `open`.
+        """
+        document = YamlDocument(json.loads(json.dumps(keys)))
+        name, experiments, halving = open_sweep(
+            Path(MODULE_CONFIG), store, refuse, learn, document=document
+        )
         return Dag(experiments, store, halving, name)
 
     @property

@@ -19,7 +19,7 @@ from pipeline_lib.arch.generation_config import generation_config_of
 from pipeline_lib.arch.geometry import OF_HEADS
 from pipeline_lib.arch.rope import stretched
 from pipeline_lib.arch.weight_files import ADAPTER, INDEX_NAME, SINGLE_NAME
-from pipeline_lib.config.content import GENERATION_NAME, MEDIA_FILES, tokenizer_files
+from pipeline_lib.config.content import GENERATION_NAME, LICENCE_FILES, MEDIA_FILES, tokenizer_files
 from pipeline_lib.config.rope import Rope, rope_in
 from pipeline_lib.config.schema import Merge
 from pipeline_lib.config.section import read_settings
@@ -37,7 +37,7 @@ from pipeline_lib.data.chat_template import (
 )
 from pipeline_lib.data.pool import Limits
 from pipeline_lib.data.template_worker import end_of_turn
-from pipeline_lib.export.card import adapter_card, loading_code, model_card
+from pipeline_lib.export.card import HUBS, adapter_card, licence_of, loading_code, model_card
 from pipeline_lib.export.fold import Fold, plan_fold
 from pipeline_lib.export.proof import device_for, prove
 from pipeline_lib.export.write import Buffers, Entry, write_files
@@ -63,7 +63,7 @@ def export_adapter(
     """Write `out`/adapter: the `adapters` in fp32 under peft's names, and their config.
 
     Return hashes of its weights. `model` holds the base model's settings in the spec. The config
-    names the base model only if it is from Hugging Face. Raises TrainingError for a value that is
+    names the base model if it is from a hub. Raises TrainingError for a value that is
     not finite.
     """
     from pipeline_lib.model.lora import lora_config  # loads peft
@@ -90,8 +90,10 @@ def export_adapter(
         train.lora, sorted({name.rpartition(".")[2] for name in modules if ".experts" not in name})
     )
     config.inference_mode = True
+    if model.get("source") in HUBS:
+        config.base_model_name_or_path = model.get("name")
     if model.get("source") == "huggingface":
-        config.base_model_name_or_path, config.revision = model.get("name"), model.get("revision")
+        config.revision = model.get("revision")
     settings: dict[str, Any] = config.to_dict()  # type: ignore[no-untyped-call]
     plain = {
         key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()
@@ -155,7 +157,8 @@ def run(job: Job) -> dict[str, Any]:
         model = job.inputs["model"].manifest.spec["settings"]
         loading = adapter_code(base, model, train, rope)
         job.hashes.update(export_adapter(fold.trained.adapters, train, model, job.out))
-        write_text(job.out / ADAPTER_FOLDER / "README.md", adapter_card(loading))
+        hub_name = str(model["name"]) if model.get("source") in HUBS else None
+        write_text(job.out / ADAPTER_FOLDER / "README.md", adapter_card(loading, hub_name))
     if code := sorted(
         CODE_KEYS & (read_object(base / "config.json").keys() | read_tokenizer_config(base).keys())
     ):
@@ -241,7 +244,7 @@ def export(
     if dtype is not None:
         config = _with_dtype(config, dtype)
     write_json(out / "config.json", config)
-    for name in (*tokenizer_files(base), *MEDIA_FILES):
+    for name in (*tokenizer_files(base), *MEDIA_FILES, *LICENCE_FILES):
         if name != GENERATION_NAME and (base / name).exists():
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(base / name, out / name)
@@ -342,6 +345,15 @@ def tell_origin(
         if path.is_file() and describe_file(path) == manifest.files.get(LEDGER_NAME):
             ledger = read_record(Ledger, path)
     card = model_card(
-        job.spec.ref, model_type, train, training, parity, record, ledger, beside, loading
+        job.spec.ref,
+        model_type,
+        train,
+        training,
+        parity,
+        record,
+        ledger,
+        beside,
+        loading,
+        licence_of(job.out),
     )
     write_text(job.out / "README.md", card)

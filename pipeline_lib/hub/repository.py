@@ -15,7 +15,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Protocol, TypeVar
 from urllib.request import getproxies
 
-from pipeline_lib.core.errors import DataError, DiskFull, HubError, IntegrityError, PipelineError
+from pipeline_lib.core.errors import (
+    DataError,
+    DiskFull,
+    HubError,
+    HubOutOfReach,
+    IntegrityError,
+    PipelineError,
+)
 from pipeline_lib.core.files import is_disk_full
 from pipeline_lib.core.store import MANIFEST_NAME
 from pipeline_lib.core.text import shortened
@@ -302,6 +309,7 @@ def broken(repository: Repository, error: BaseException, credentials: Credential
             "kept"
         )
     text = plain(str(error), credentials.token)
+    kind = HubError
     if "CERTIFICATE" in text.upper() or "SSL" in text.upper():
         what = "the mirror's address, the proxy, SSL_CERT_FILE and REQUESTS_CA_BUNDLE"
         remedy = f"the hub's TLS certificate is not trusted here: check {what}"
@@ -310,11 +318,12 @@ def broken(repository: Repository, error: BaseException, credentials: Credential
     elif "redirect" in text.lower():
         remedy = "the hub redirects in a circle: check the mirror's address"
     else:
+        kind = HubOutOfReach
         remedy = (
             "check the network, the proxy and the mirror's address; run again, what has "
             "arrived is kept"
         )
-    return HubError(f"{repository}: {type(error).__name__}: {text or 'no reason given'}; {remedy}")
+    return kind(f"{repository}: {type(error).__name__}: {text or 'no reason given'}; {remedy}")
 
 
 def plain(text: str, secret: str | None = None) -> str:

@@ -1,7 +1,7 @@
 """One call of snakemake, as its rules ask it: its experiments, what is told first, and refused."""
 
-from collections.abc import Callable, Iterable, MutableMapping
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -80,20 +80,27 @@ class Workflow(Protocol):
         """What `--config` gave, as `config`."""
 
 
-def open_dag(workflow: Workflow, store: Store, environ: MutableMapping[str, str], tell: Say) -> Dag:
+def open_dag(
+    workflow: Workflow,
+    store: Store,
+    environ: MutableMapping[str, str],
+    tell: Say,
+    given: Mapping[str, object] | None = None,
+) -> Dag:
     """Return the experiments: compiled in the main process, else those that it has frozen.
 
+    `given` is the config of a workflow that uses this one as its module, None for a config file.
     Raises ConfigError for what is wrong in any case, HubError, IntegrityError, and OSError.
     """
     if not workflow.is_main_process and FROZEN_VARIABLE in environ:
         return Dag.thaw(Path(environ[FROZEN_VARIABLE]), store)
-    dag = Dag.compile(
-        [str(path) for path in workflow.overwrite_configfiles],
-        workflow.config_settings.config,
-        store,
-        lambda config: refuse_wrong(config, store),
-        lambda config: learn_architecture(config, store, tell),
-    )
+    refuse_here = partial(refuse_wrong, store=store)
+    learn = partial(learn_architecture, store=store, say=tell)
+    if given is None:
+        files = [str(path) for path in workflow.overwrite_configfiles]
+        dag = Dag.compile(files, workflow.config_settings.config, store, refuse_here, learn)
+    else:
+        dag = Dag.of_mapping(given, store, refuse_here, learn)
     _refuse_unwritable_folders(dag)
     environ[FROZEN_VARIABLE] = str(dag.frozen_path)
     return dag
