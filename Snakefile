@@ -1,2 +1,5 @@
 # What `snakemake` finds first in this folder. The rules are in workflow/, where Snakemake's catalog looks for them.
 include: "workflow/Snakefile"
+
+
+workflow.default_target = "all"  # an included file sets none
