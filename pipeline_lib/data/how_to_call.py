@@ -82,10 +82,11 @@ def warning_of(modes: Sequence[Mode]) -> str:
     """Return a warning about prompts without variables if none of `modes` is the default, or ""."""
     if not modes or any(mode.is_default for mode in modes):
         return ""
-    names = list(modes[0].variables)
-    verb = "is" if len(names) == 1 else "are"
-    given = f"{' and '.join(names)} {verb} not given"
-    return f"No answer was trained under the chat template's default, which holds where {given}."
+    names = " and ".join(modes[0].variables)
+    return (
+        f"A call without {names} takes the chat template's default, under which no answer was "
+        "trained."
+    )
 
 
 def how_to_call(modes: Sequence[Mode]) -> list[str]:

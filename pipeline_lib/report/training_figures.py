@@ -104,7 +104,7 @@ def _loss(
     if validations:
         legend.append((AMBER, "held-out loss"))
     if marked:
-        legend.append((GREY, "begin of an epoch"))
+        legend.append((GREY, "start of an epoch"))
     if restarts:
         legend.append((RED, "restart"))
     columns = {

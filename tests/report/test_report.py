@@ -524,7 +524,7 @@ def test_the_page_and_the_end_of_the_run_say_how_to_call_the_model(world: World)
     for each in (
         call,
         "6,838 answers were trained with enable_thinking=False",
-        "No answer was trained under",
+        "no answer was trained",
     ):
         assert each in text
         assert any(line.startswith("call ") and each in line for line in said)
