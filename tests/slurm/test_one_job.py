@@ -42,11 +42,18 @@ def submitted(output: str) -> Counter[str]:
 def test_what_ends_early_there_is_made_by_a_job_of_its_own(
     project: SlurmProject, slurm: Loopback
 ) -> None:
-    """As SLURM warns the job's steps of its time limit. The training is done all the same."""
+    """Queued again, the job goes on with the merge; warned of its time limit, it leaves that.
+
+    The training is done all the same.
+    """
     started = project.start(*ALL)
     job = project.job()
     spec = str(project.store.spec_path(project.experiment().ref("merge").digest))
-    merging = until(lambda: running("merge", spec), "the merge", project.job_log)
+    until(lambda: running("merge", spec), "the merge", project.job_log)
+    slurm.call("scontrol", "requeue", str(job))
+    slurm.requeue_now(job)
+    until(lambda: "already done, verified" in project.job_log(), "the second attempt", project.said)
+    merging = until(lambda: running("merge", spec), "the merge again", project.job_log)
     merging.send_signal(signal.SIGUSR1)
     assert ended(started, project, slurm) == 0, project.said()
     assert slurm.state(job) == "COMPLETED"
