@@ -158,15 +158,13 @@ class Comparison:
     @cached_property
     def same(self) -> list[Sameness]:
         """Bit-by-bit comparisons of two experiments, or of pairs that mean the same result."""
-        pairs = list(combinations(range(len(self.found)), 2))
-        if len(self.found) > 2:
-            changing = self.differences.changing
-            pairs = [
-                (one, other)
-                for one, other in pairs
-                if all(row.values[one] == row.values[other] for row in changing)
-            ]
-        return [sameness(self.found, one, other) for one, other in pairs]
+        changing = self.differences.changing
+        same = []
+        for one, other in combinations(range(len(self.found)), 2):
+            means_same = all(row.values[one] == row.values[other] for row in changing)
+            if means_same or len(self.found) == 2:
+                same.append(sameness(self.found, one, other))
+        return same
 
     @cached_property
     def swept(self) -> dict[str, list[float | None]]:

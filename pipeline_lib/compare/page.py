@@ -438,6 +438,12 @@ def render(comparison: Comparison) -> str:
     """Return the page as HTML."""
     names = comparison.names
     answers = generations(comparison)
+    cost_columns: dict[str, None] = {}
+    for one in comparison.measured:
+        cost_columns |= dict.fromkeys(cost_cells(one))
+    sections = {}
+    for name, title in SECTIONS:
+        sections[name] = (title, getattr(comparison.differences, name))
     values = {
         "title": comparison.title,
         "verdict": verdict(comparison),
@@ -447,15 +453,11 @@ def render(comparison: Comparison) -> str:
         "order": comparison.order,
         "is_across": len(names) > MAX_COLUMNS,
         "results": result_rows(comparison),
-        "cost_columns": list(
-            dict.fromkeys(name for one in comparison.measured for name in cost_cells(one))
-        ),
+        "cost_columns": list(cost_columns),
         "footnotes": footnotes(comparison),
         "stopped": any(known.stop is not None for known in comparison.found),
         "swept": [(swept_id(key), key) for key in swept_keys(comparison)],
-        "sections": {
-            name: (title, getattr(comparison.differences, name)) for name, title in SECTIONS
-        },
+        "sections": sections,
         "same": [] if comparison.is_identical and len(names) == 2 else comparison.same_texts,
         "generations": answers[:MAX_PROMPTS],
         "more_generations": max(0, len(answers) - MAX_PROMPTS),
@@ -473,13 +475,11 @@ def swatch(style: LineStyle) -> str:
 
 def cards(comparison: Comparison) -> list[Card]:
     """Return the key numbers of the comparison."""
-    numbers = comparison.measured
     names = comparison.names
     found = _loss_cards(comparison)
     keys = [row.name for row in comparison.differences.changing]
-    found.append(
-        Card("Keys that differ", str(len(keys)), "", listed(keys) or "none that changes the result")
-    )
+    named = listed(keys) or "none that changes the result"
+    found.append(Card("Keys that differ", str(len(keys)), "", named))
     # others do not compete
     trained = [known if known.is_trained else Results() for known in comparison.found]
     if fastest := _whose([known.tokens_per_s for known in trained], max, names):
@@ -487,21 +487,27 @@ def cards(comparison: Comparison) -> list[Card]:
     if leanest := _whose([known.peak_memory_bytes for known in trained], min, names):
         digits, _, unit = units.gib(leanest[0]).partition(" ")
         found.append(Card("Least memory of a rank", digits, unit, leanest[1]))
-    # count a shared training once
-    trainings = [known.subject.parts.get("train") for known in comparison.found]
-    hours_of = [one.device_hours for one in numbers]
-    of_training = dict(zip(trainings, hours_of, strict=True))
-    hours = [spent for spent in of_training.values() if spent is not None]
-    kinds = {one.device for one in numbers}
-    if hours and len(kinds) == 1:
-        least = units.small(min(hours))
-        most = units.small(max(hours))
-        beside = f"{least} each" if least == most else f"{least} to {most} each"
-        if len(hours) < len(of_training):
-            beside += f", of {len(hours)} of them"
-        unit = f"{kinds.pop().removeprefix('CPU ')}-hours"
-        found.append(Card("Training of all", units.small(sum(hours)), unit, beside))
+    if hours := _hours_card(comparison):
+        found.append(hours)
     return found
+
+
+def _hours_card(comparison: Comparison) -> Card | None:
+    """Return what all trainings took; None if unknown, or on devices of different kinds."""
+    of_training: dict[str | None, float | None] = {}  # experiments may share a training
+    for known, numbers in zip(comparison.found, comparison.measured, strict=True):
+        of_training[known.subject.parts.get("train")] = numbers.device_hours
+    hours = [spent for spent in of_training.values() if spent is not None]
+    kinds = {numbers.device for numbers in comparison.measured}
+    if not hours or len(kinds) > 1:
+        return None
+    least = units.small(min(hours))
+    most = units.small(max(hours))
+    beside = f"{least} each" if least == most else f"{least} to {most} each"
+    if len(hours) < len(of_training):
+        beside += f", of {len(hours)} of them"
+    unit = f"{kinds.pop().removeprefix('CPU ')}-hours"
+    return Card("Training of all", units.small(sum(hours)), unit, beside)
 
 
 def _loss_cards(comparison: Comparison) -> list[Card]:

@@ -212,10 +212,15 @@ class _Reader:
         is_train = spec.stage == "train"
         lock_digest = run_digest(spec) if is_train else spec.digest
         owner = holder(self.store.lock_path(lock_digest))
-        run = RunRecord.read_ends(self.store.run_dir(lock_digest)) if is_train else None
         known_since = changed_at(self.store.spec_path(spec.digest))
-        to_rungs = self.sweeps.to_rungs.get(lock_digest, []) if is_train else []
-        jobs = None if self.jobs is None else of_digest(self.jobs, spec.digest, *to_rungs)
+        run = None
+        to_rungs: list[str] = []
+        if is_train:
+            run = RunRecord.read_ends(self.store.run_dir(lock_digest))
+            to_rungs = self.sweeps.to_rungs.get(lock_digest, [])
+        jobs = None
+        if self.jobs is not None:
+            jobs = of_digest(self.jobs, spec.digest, *to_rungs)
         traces = Traces(spec.stage, spec.digest, known_since, run, jobs, self.folder, to_rungs)
         rest = AtRest(RUNNING) if owner is not None else at_rest(traces)
         numbers = numbers_of(run, is_alive=owner is not None) if run else Numbers()
