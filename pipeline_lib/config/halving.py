@@ -136,11 +136,9 @@ def read_halving(given: Any) -> tuple[Halving | None, list[str]]:
         problems.append(
             f"keep: {json.dumps(keep)} is not a number above 0 and up to {LARGEST_KEEP}"
         )
-    return (
-        (None, sorted(problems))
-        if problems
-        else (Halving(int(given["first_step"]), float(keep)), [])
-    )
+    if problems:
+        return None, sorted(problems)
+    return Halving(int(given["first_step"]), float(keep)), []
 
 
 def halving_problems(halving: Halving, config: Config) -> Iterator[tuple[Keys, str]]:
