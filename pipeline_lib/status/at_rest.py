@@ -19,7 +19,7 @@ from pipeline_lib.core.stage import done_lines
 from pipeline_lib.core.store import Ref
 from pipeline_lib.core.text import one_line, shortened
 from pipeline_lib.launch.rank_report import RankReport
-from pipeline_lib.slurm.job import PENDING, QueuedJob
+from pipeline_lib.slurm.queue import PENDING, QueuedJob
 from pipeline_lib.status.catalog import changed_at, json_object
 
 DONE = "done"

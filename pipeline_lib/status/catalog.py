@@ -22,7 +22,7 @@ from pipeline_lib.config.stages import PRODUCTS
 from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.files import unreadable_named
 from pipeline_lib.core.store import Ref, Spec, Store
-from pipeline_lib.slurm.job import QueuedJob
+from pipeline_lib.slurm.queue import QueuedJob
 
 
 def json_object(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.lock import holder
 from pipeline_lib.core.run_record import RunRecord, text_of
 from pipeline_lib.core.store import Ref, Spec, Store
-from pipeline_lib.slurm.job import QueuedJob, of_digest, queued_jobs
+from pipeline_lib.slurm.queue import QueuedJob, of_digest, queued_jobs
 from pipeline_lib.status.at_rest import (
     DONE,
     FAILED,

@@ -15,7 +15,7 @@ from pipeline_lib.core.store import Store
 from pipeline_lib.plan.known import learn_architecture
 from pipeline_lib.report.outcomes import LOGS
 from pipeline_lib.slurm.cluster import NodeGroup, read_groups
-from pipeline_lib.slurm.job import wait_for_jobs
+from pipeline_lib.slurm.queue import wait_for_jobs
 from pipeline_lib.slurm.request import JobRequest
 from pipeline_lib.slurm.site import Site
 from pipeline_lib.slurm.sizing import refuse_long_evaluation
