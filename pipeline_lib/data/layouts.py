@@ -18,15 +18,12 @@ from pipeline_lib.data.conversations import (
     type_name,
 )
 from pipeline_lib.data.keys import (
-    IN_ROWS,
-    IN_TURNS,
-    KEPT_IN_TURNS,
-    TRAINED_KEYS,
     KeyCounts,
     check_examples,
     refuse,
     refuse_in_parts,
 )
+from pipeline_lib.data.refusals import IN_ROWS, IN_TURNS, KEPT_IN_TURNS, TRAINED_KEYS
 from pipeline_lib.data.row_fields import Fields, is_turns, names_of
 from pipeline_lib.data.tools import calls_in, calls_of, conversation_tools
 

@@ -7,6 +7,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -156,13 +157,11 @@ def run(job: Job) -> dict[str, Any]:
         loading = adapter_code(base, model, train, rope)
         job.hashes.update(export_adapter(fold.trained.adapters, train, model, job.out))
         write_text(job.out / ADAPTER_FOLDER / "README.md", adapter_card(loading))
-    if code := sorted(
-        CODE_KEYS & (read_object(base / "config.json").keys() | read_tokenizer_config(base).keys())
-    ):
-        job.say(
-            f"merge: the base model's own code ({', '.join(code)}) is no part of the merged one; "
-            "transformers' is used"
-        )
+    keys = read_object(base / "config.json").keys() | read_tokenizer_config(base).keys()
+    code = ", ".join(sorted(CODE_KEYS & keys))
+    if code:
+        text = f"the base model's own code ({code}) is no part of the merged one"
+        job.say(f"merge: {text}; transformers' is used")
     parity: Parity | Unproven = Unproven(unproven=UNPROVEN)
     if is_proven:
         parity = prove_or_keep(job, base, trained, train)
@@ -206,10 +205,10 @@ def export(
     base's generation_config.json, and `rope` enters config.json. Raises TrainingError naming a
     weight that is not finite, or the weights that were not written as planned.
     """
+    recipes = list(fold.recipes.values())
+    recipes.sort(key=lambda recipe: (recipe.trained or "", recipe.stored.name))
     files: dict[str, list[Entry]] = defaultdict(list)
-    for recipe in sorted(
-        fold.recipes.values(), key=lambda recipe: (recipe.trained or "", recipe.stored.name)
-    ):
+    for recipe in recipes:
         files[recipe.stored.path.name].append(recipe.entry(dtype))
     size_bytes = fold.size_bytes(dtype)
     require_space(out, size_bytes, "the merged model")
@@ -217,30 +216,42 @@ def export(
     def value_of(entry: Entry, buffers: Buffers) -> Tensor:
         return finite(fold.value(entry.name, entry.dtype, buffers), entry)
 
-    with ThreadPoolExecutor(
-        1, "template"
-    ) as beside:  # starting an interpreter for it takes seconds
+    # an interpreter starts for the template, which takes seconds
+    with ThreadPoolExecutor(1, "template") as beside:
         stopping = beside.submit(stop_at_end_of_turn, generation, base)
         hashes = write_files(out, files, value_of)
     if SINGLE_NAME not in files:
-        weight_map = {
-            entry.name: file_name for file_name, entries in files.items() for entry in entries
-        }
-        index = {
-            "metadata": {"total_size": size_bytes},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
-        write_json(out / INDEX_NAME, index)
-    _refuse_other_content(
-        out, {entry.name: entry for entries in files.values() for entry in entries}
-    )
-    stored_config = without_quantization(stretched(read_object(base / "config.json"), rope))
-    config = {key: value for key, value in stored_config.items() if key not in CODE_KEYS}
+        _write_index(out, files, size_bytes)
+    _refuse_other_content(out, {entry.name: entry for entry in chain(*files.values())})
+    write_json(out / "config.json", _exported_config(base, rope, dtype))
+    _copy_tokenizer(base, out)
+    generation_config = stopping.result()
+    if generation_config:
+        write_json(out / GENERATION_NAME, generation_config)
+    return hashes
+
+
+def _write_index(out: Path, files: Mapping[str, Sequence[Entry]], size_bytes: int) -> None:
+    """Write which of several `files` holds which tensor."""
+    file_of = {}
+    for file_name, entries in files.items():
+        for entry in entries:
+            file_of[entry.name] = file_name
+    index = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(file_of.items()))}
+    write_json(out / INDEX_NAME, index)
+
+
+def _exported_config(base: Path, rope: Rope | None, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return the config.json of the exported model."""
+    stored = without_quantization(stretched(read_object(base / "config.json"), rope))
+    config = {key: value for key, value in stored.items() if key not in CODE_KEYS}
     if "text_config" not in config:
         config["use_cache"] = True
-    if dtype is not None:
-        config = _with_dtype(config, dtype)
-    write_json(out / "config.json", config)
+    return config if dtype is None else _with_dtype(config, dtype)
+
+
+def _copy_tokenizer(base: Path, out: Path) -> None:
+    """Copy the tokenizer's files, and those that read pictures and sounds, without code of theirs."""
     for name in (*tokenizer_files(base), *MEDIA_FILES):
         if name != GENERATION_NAME and (base / name).exists():
             (out / name).parent.mkdir(exist_ok=True)
@@ -249,9 +260,6 @@ def export(
     if tokenizer.keys() & CODE_KEYS:  # else the file stays unchanged
         plain = {key: value for key, value in tokenizer.items() if key not in CODE_KEYS}
         write_json(out / TOKENIZER_CONFIG_NAME, plain)
-    if generation_config := stopping.result():
-        write_json(out / GENERATION_NAME, generation_config)
-    return hashes
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -259,8 +267,8 @@ def _with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]
 
     transformers loads by that part.
     """
-    plain = {key: value for key, value in config.items() if key != "torch_dtype"}
-    named = {**plain, "dtype": str(dtype).removeprefix("torch.")}
+    named = {key: value for key, value in config.items() if key != "torch_dtype"}
+    named["dtype"] = str(dtype).removeprefix("torch.")
     if isinstance(config.get("text_config"), dict):
         named["text_config"] = _with_dtype(config["text_config"], dtype)
     return named
@@ -271,12 +279,10 @@ def _refuse_other_content(out: Path, entries: Mapping[str, Entry]) -> None:
     written = {name: (stored.shape, stored.dtype) for name, stored in find_tensors(out).items()}
     wanted = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
     if written != wanted:
-        wrong = sorted(
-            name for name in written.keys() | wanted.keys() if written.get(name) != wanted.get(name)
-        )
-        raise TrainingError(
-            f"{out}: was not written as planned: {', '.join(wrong[:5])}; run snakemake again"
-        )
+        every = sorted(written.keys() | wanted.keys())
+        wrong = [name for name in every if written.get(name) != wanted.get(name)]
+        text = f"{out}: was not written as planned: {', '.join(wrong[:5])}"
+        raise TrainingError(f"{text}; run snakemake again")
 
 
 def stop_at_end_of_turn(

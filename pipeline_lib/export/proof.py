@@ -38,11 +38,12 @@ from pipeline_lib.core.spans import Spans
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.threads import READERS, threads
 from pipeline_lib.data.blocks import Block
-from pipeline_lib.model.batch import load_probe, make_batch, probe_positions
+from pipeline_lib.model.batch import make_batch
 from pipeline_lib.model.build import DTYPES, build_trainable
 from pipeline_lib.model.gpu import device_with
 from pipeline_lib.model.kept import Kept
 from pipeline_lib.model.nf4 import rounded
+from pipeline_lib.model.probe import load_probe, probe_positions
 from pipeline_lib.model.streaming import Fill, Streamed, StreamedModel, fill_from
 from pipeline_lib.model.weights import (
     Stored,

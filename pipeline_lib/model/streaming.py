@@ -23,16 +23,10 @@ from pipeline_lib.config.rope import Rope
 from pipeline_lib.core.threads import READERS
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.model.attention import PACKED_FLASH
-from pipeline_lib.model.batch import (
-    Batch,
-    hidden_states,
-    logits_at,
-    make_batch,
-    probe_positions,
-    token_losses,
-)
+from pipeline_lib.model.batch import Batch, hidden_states, logits_at, make_batch, token_losses
 from pipeline_lib.model.build import decoder_layers, empty_base
 from pipeline_lib.model.kept import Kept
+from pipeline_lib.model.probe import probe_positions
 from pipeline_lib.model.weights import Stored, match_tensors
 
 # fills a tensor of a parameter's shape with the parameter's values

@@ -29,10 +29,12 @@ from pipeline_lib.model.build import DTYPES, prepare_layers
 from pipeline_lib.model.weights import FlatPart, gather, held_flat, scatter
 from pipeline_lib.plan.moments import ZERO_BUCKET
 from pipeline_lib.train.dist import World
+from pipeline_lib.train.keepers import balanced, grouped, keepers_of
+from pipeline_lib.train.loss_scale import OVERFLOW
 from pipeline_lib.train.optimizer import make_optimizer, set_learning_rate, trainable
 from pipeline_lib.train.staging import Copy, new_copies
 from pipeline_lib.train.state import LOSS_SCALE, state_kinds
-from pipeline_lib.train.strategy import OVERFLOW, Strategy, balanced, grouped, keepers_of
+from pipeline_lib.train.strategy import Strategy
 
 # DeepSpeed's config, derived from `Train`.
 

@@ -29,7 +29,7 @@ from pipeline_lib.core.run_folder import (
 from pipeline_lib.data import order
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.documents import key_of
-from pipeline_lib.model.batch import Batch, Portion
+from pipeline_lib.model.batch import Batch, BatchShare
 from pipeline_lib.records.record import to_json
 from pipeline_lib.records.training import Step
 from pipeline_lib.train import checkpoint, saved_tensors, state
@@ -89,13 +89,13 @@ class Batches:
     seed: int
     batch_blocks: int
     micro_batch_blocks: int
-    portion: Portion
+    share: BatchShare
 
     def of_step(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of global step `step`, from 0."""
         blocks = self.blocks_of_step(step)
         key = key_of(self.seed, step)
-        return list(self.portion.batches(self.reader, blocks, self.micro_batch_blocks, key))
+        return list(self.share.batches(self.reader, blocks, self.micro_batch_blocks, key))
 
     def blocks_of_step(self, step: int) -> NDArray[np.int64]:
         """Return the numbers of the blocks of the whole global step `step`, from 0."""
@@ -332,7 +332,7 @@ class Loop:
             strategy,
             self.held_out,
             micro_batch_blocks,
-            self.batches.portion,
+            self.batches.share,
             self.stepper.world.device,
         )
         return loss if math.isfinite(loss) else math.nan

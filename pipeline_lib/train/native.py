@@ -13,6 +13,8 @@ from pipeline_lib.core.run_folder import WEIGHTS
 from pipeline_lib.model.build import prepare_layers
 from pipeline_lib.train.adamw_8bit import is_8bit, take_values, values_of
 from pipeline_lib.train.dist import World
+from pipeline_lib.train.keepers import grouped, holders_of, share_of
+from pipeline_lib.train.loss_scale import LossScale
 from pipeline_lib.train.optimizer import (
     make_optimizer,
     set_learning_rate,
@@ -22,7 +24,7 @@ from pipeline_lib.train.optimizer import (
 )
 from pipeline_lib.train.staging import Copy, new_copies
 from pipeline_lib.train.state import LOSS_SCALE, state_kinds
-from pipeline_lib.train.strategy import LossScale, Strategy, grouped, holders_of, share_of
+from pipeline_lib.train.strategy import Strategy
 
 VALUES_AT_ONCE_BYTES = 2 * 10**9  # fp32 values of a state with 8-bit moments, on each rank's device
 

@@ -27,8 +27,9 @@ from pipeline_lib.plan.memory import COPIED_AT_ONCE_BYTES
 from pipeline_lib.plan.saving import auto_apart_s
 from pipeline_lib.train.checkpoint import StateSnapshot, publish_checkpoint
 from pipeline_lib.train.dist import PATIENT, World
+from pipeline_lib.train.keepers import grouped
 from pipeline_lib.train.staging import HostBuffers, Named, new_copies
-from pipeline_lib.train.strategy import Strategy, grouped
+from pipeline_lib.train.strategy import Strategy
 from pipeline_lib.train.together import together
 
 

@@ -21,7 +21,7 @@ from pipeline_lib.data.blocks import PADDING_DOCUMENT, BlockReader, documents_of
 from pipeline_lib.data.documents import Document, first_answer, prompt_length, question
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.data.thinking import last_question
-from pipeline_lib.model.batch import Portion, block_losses, empty_block, logits_at, make_batch
+from pipeline_lib.model.batch import BatchShare, block_losses, empty_block, logits_at, make_batch
 from pipeline_lib.train.dist import World, sum_over_ranks
 from pipeline_lib.train.strategy import Strategy
 
@@ -47,7 +47,7 @@ def held_out_loss(
     strategy: Strategy,
     reader: BlockReader,
     micro_batch_blocks: int,
-    portion: Portion,
+    share: BatchShare,
     device: torch.device,
 ) -> float:
     """Return the nats per supervised token of `reader`, divided over the ranks; the same on each.
@@ -58,7 +58,7 @@ def held_out_loss(
     ids = np.arange(len(reader), dtype=np.int64)
     nats, tokens = 0.0, 0
     with evaluating(wrapped, strategy):
-        for batch in portion.batches(reader, ids, micro_batch_blocks):
+        for batch in share.batches(reader, ids, micro_batch_blocks):
             nats += float(block_losses(wrapped, batch.to(device)).sum(dtype=torch.float64))
             tokens += batch.supervised_tokens
     all_nats, all_tokens = sum_over_ranks([nats, float(tokens)], device)
@@ -118,13 +118,13 @@ class Sampler:
     documents: list[Document]
     tokenizer: Tokenizer
     block_tokens: int
-    portion: Portion
+    share: BatchShare
     world: World
     run_dir: Path
 
     @staticmethod
     def of(
-        held_out: BlockReader, model_folder: Path, portion: Portion, world: World, run_dir: Path
+        held_out: BlockReader, model_folder: Path, share: BatchShare, world: World, run_dir: Path
     ) -> "Sampler":
         """Take the prompts from `held_out` and the tokenizer from `model_folder`."""
         documents: list[Document] = []
@@ -135,9 +135,7 @@ class Sampler:
             if len(documents) >= PROMPTS:
                 break
         tokenizer = load_tokenizer(model_folder)
-        return Sampler(
-            documents[:PROMPTS], tokenizer, held_out.block_tokens, portion, world, run_dir
-        )
+        return Sampler(documents[:PROMPTS], tokenizer, held_out.block_tokens, share, world, run_dir)
 
     def answer(self, wrapped: nn.Module, strategy: Strategy, step: int, events: EventLog) -> None:
         """Answer the prompts, and append the answers as those of the model after `step`.
@@ -149,7 +147,7 @@ class Sampler:
         ]
         with evaluating(wrapped, strategy):
             answers = greedy_answers(
-                wrapped, prompts, self.block_tokens, self.world.device, self.portion
+                wrapped, prompts, self.block_tokens, self.world.device, self.share
             )
         rows = [
             {
@@ -184,7 +182,7 @@ def greedy_answers(
     prompts: Sequence[NDArray[np.int32]],
     block_tokens: int,
     device: torch.device,
-    portion: Portion,
+    share: BatchShare,
 ) -> list[list[int]]:
     """Return up to NEW_TOKENS tokens after each of `prompts`, as far as a block has room.
 
@@ -203,7 +201,7 @@ def greedy_answers(
         )
     for made in range(max(end - len(prompt) for prompt, end in zip(prompts, ends, strict=True))):
         places = [min(len(prompt) + made, block_tokens) for prompt in prompts]
-        batch = portion.of(make_batch(blocks)).to(device)
+        batch = share.of(make_batch(blocks)).to(device)
         logits = logits_at(wrapped, batch, torch.tensor(places, device=device) - 1)
         # [V, prompts]: each at its own place
         chosen = logits.diagonal(dim1=0, dim2=1).argmax(dim=0)
