@@ -16,8 +16,9 @@ from pipeline_lib.compare.differences import (
     filled,
 )
 from pipeline_lib.compare.ranking import Ranking, Versus, rank
-from pipeline_lib.compare.read import Known, Subject, read_known
+from pipeline_lib.compare.read import Known, read_known
 from pipeline_lib.compare.sameness import Sameness, describe_sameness, sameness
+from pipeline_lib.compare.subjects import Subject
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.report.cost import spent
 from pipeline_lib.status.at_rest import shown

@@ -19,9 +19,9 @@ from pipeline_lib.core.text import redact
 from pipeline_lib.data.conversations import BadRow, Content, Reason, Text, WrongFile
 from pipeline_lib.data.duplicates import PERMUTATIONS
 from pipeline_lib.data.encode import Drop, Encoder, Rendered, Sample
+from pipeline_lib.data.encoded import Encoded, TooLong
 from pipeline_lib.data.keys import KeyCounts
 from pipeline_lib.data.layouts import Layout, detect, to_content
-from pipeline_lib.data.ledger import Encoded, TooLong
 from pipeline_lib.data.pool import Guard, LossCause, WorkerLost
 from pipeline_lib.data.read_files import (
     EXCERPT_CHARS,

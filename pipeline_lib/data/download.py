@@ -40,7 +40,8 @@ from pipeline_lib.data.agreement import refuse_differences
 from pipeline_lib.data.demo import write_rows
 from pipeline_lib.data.model_folder import problems_of
 from pipeline_lib.data.tiny_model import build_tiny
-from pipeline_lib.hub.repository import Repository, is_commit, some_of
+from pipeline_lib.hub.names import some_of
+from pipeline_lib.hub.repository import Repository, is_commit
 from pipeline_lib.hub.snapshot import WEIGHTS_SUFFIX, Snapshot, is_edited_by_nobody
 from pipeline_lib.hub.splits import files_of_split, is_aside
 

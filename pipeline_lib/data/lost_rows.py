@@ -13,10 +13,10 @@ from pipeline_lib.core.files import read_json
 from pipeline_lib.core.stage import Sealed
 from pipeline_lib.core.text import did_you_mean
 from pipeline_lib.data.encode import Drop
+from pipeline_lib.data.encoded import TooLong
 from pipeline_lib.data.ledger import (
     FileLedger,
     SourceLedger,
-    TooLong,
     too_many_lost,
     too_many_unusable,
     total_of,
@@ -126,8 +126,9 @@ def refuse_lost_rows(
     for ledger, rejects in zip(ledgers, first_rejects, strict=True):
         if ledger.quarantined.total() == ledger.rows:
             details = _rejects_text(ledger, rejects, quarantine_path)
-            text = f"{ledger.name}: of {units.count(ledger.rows, 'rows')} none is a usable"
-            raise DataError(f"{text} conversation: {details}")
+            rows = units.count(ledger.rows, "rows")
+            text = f"{ledger.name}: of {rows} none is a usable conversation: {details}"
+            raise DataError(text)
     if problem := too_many_unusable(total, settings):
         rejects_of_all = list(chain.from_iterable(first_rejects))
         details = _rejects_text(total, rejects_of_all, quarantine_path)

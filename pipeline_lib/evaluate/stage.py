@@ -41,15 +41,12 @@ from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader, docum
 from pipeline_lib.data.documents import ARRAYS, Document, Samples, prompt_length
 from pipeline_lib.data.how_to_call import Mode, modes_in
 from pipeline_lib.data.packing import Split
-from pipeline_lib.evaluate.answers import (
-    Context,
+from pipeline_lib.evaluate.answers import Context, bounded, generate_all, modes_of
+from pipeline_lib.evaluate.loading import (
     answers_here,
-    bounded,
-    generate_all,
     is_loaded_once_here,
     load_to_answer,
     load_to_score,
-    modes_of,
 )
 from pipeline_lib.model.batch import IGNORED, Batch, make_batch, token_losses
 from pipeline_lib.model.build import prepare_to_generate

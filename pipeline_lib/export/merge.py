@@ -1,6 +1,8 @@
 """The merge stage: merge base and trained weights into a folder, and check it by the model.
 
-It is a Hugging Face folder, and it is checked against the trained model.
+It is a Hugging Face folder with the same weight files and tensors as the base. It is read back from
+disk and has to be the trained model (export/proof.py); otherwise the stage fails, publishing
+nothing.
 """
 
 import shutil
@@ -15,11 +17,9 @@ import torch
 from torch import Tensor
 
 from pipeline_lib.arch.config_json import read_object, without_quantization
-from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.arch.generation_config import generation_config_of
-from pipeline_lib.arch.geometry import OF_HEADS
 from pipeline_lib.arch.rope import stretched
-from pipeline_lib.arch.weight_files import ADAPTER, INDEX_NAME, SINGLE_NAME
+from pipeline_lib.arch.weight_files import INDEX_NAME, SINGLE_NAME
 from pipeline_lib.config.content import GENERATION_NAME, MEDIA_FILES, tokenizer_files
 from pipeline_lib.config.rope import Rope, rope_in
 from pipeline_lib.config.schema import Merge
@@ -38,10 +38,11 @@ from pipeline_lib.data.chat_template import (
 )
 from pipeline_lib.data.pool import Limits
 from pipeline_lib.data.template_worker import end_of_turn
-from pipeline_lib.export.card import adapter_card, loading_code, model_card
+from pipeline_lib.export.adapter import ADAPTER_FOLDER, adapter_code, export_adapter
+from pipeline_lib.export.card import adapter_card, model_card
 from pipeline_lib.export.fold import Fold, plan_fold
 from pipeline_lib.export.proof import device_for, prove
-from pipeline_lib.export.write import Buffers, Entry, write_files
+from pipeline_lib.export.write import Buffers, Entry, finite, write_files
 from pipeline_lib.lineage.record import LINEAGE_NAME, lineage_of, parse_manifest
 from pipeline_lib.model.build import DTYPES
 from pipeline_lib.model.weights import find_tensors
@@ -49,78 +50,6 @@ from pipeline_lib.records.data import LEDGER_NAME, Ledger
 from pipeline_lib.records.merge import PARITY_NAME, Parity, Unproven
 from pipeline_lib.records.record import read_record, to_json
 from pipeline_lib.records.training import read_training
-from pipeline_lib.train.state import is_finite
-
-# Export of the trained adapters alone, in peft's format.
-
-# in the code that loads adapters on a model that no hub has
-UNNAMED_BASE = "FOLDER OF THE BASE MODEL"
-ADAPTER_FOLDER = "adapter"
-
-
-def export_adapter(
-    adapters: Mapping[str, Tensor], train: Train, model: Mapping[str, Any], out: Path
-) -> dict[str, str]:
-    """Write `out`/adapter: the `adapters` in fp32 under peft's names, and their config.
-
-    Return hashes of its weights. `model` holds the base model's settings in the spec. The config
-    names the base model only if it is from Hugging Face. Raises TrainingError for a value that is
-    not finite.
-    """
-    from pipeline_lib.model.lora import lora_config  # loads peft
-
-    folder = out / ADAPTER_FOLDER
-    folder.mkdir()
-    # peft leaves the adapter's name out in files, and `.weight` after a magnitude.
-    names = {
-        name.replace(f".{ADAPTER}.", ".").replace(
-            "lora_magnitude_vector.weight", "lora_magnitude_vector"
-        ): name
-        for name in adapters
-    }
-    entries = [
-        Entry(saved, tuple(adapters[name].shape), torch.float32) for saved, name in names.items()
-    ]
-    hashes = write_files(
-        out,
-        {f"{ADAPTER_FOLDER}/adapter_model.safetensors": entries},
-        lambda entry, _: finite(adapters[names[entry.name]], entry),
-    )
-    modules = {name.partition(".lora_")[0] for name in adapters}
-    config = lora_config(
-        train.lora, sorted({name.rpartition(".")[2] for name in modules if ".experts" not in name})
-    )
-    config.inference_mode = True
-    if model.get("source") == "huggingface":
-        config.base_model_name_or_path, config.revision = model.get("name"), model.get("revision")
-    settings: dict[str, Any] = config.to_dict()  # type: ignore[no-untyped-call]
-    plain = {
-        key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()
-    }
-    write_json(folder / "adapter_config.json", plain)
-    return hashes
-
-
-def adapter_code(base: Path, model: Mapping[str, Any], train: Train, rope: Rope | None) -> str:
-    """Return code that loads the adapters on the base in the folder `base`, by the settings.
-
-    The settings are those in the spec.
-    """
-    name = str(model.get("name")) if model.get("source") == "huggingface" else UNNAMED_BASE
-    skipped = OF_HEADS if read_geometry(base).delta is not None else ()
-    return loading_code(train, name, skipped, is_stretched=rope is not None)
-
-
-def finite(value: Tensor, entry: Entry) -> Tensor:
-    """Return `value`. Raises TrainingError if not all of it is finite."""
-    if not is_finite(value):
-        raise TrainingError(f"merged weight {entry.name} is not finite; this model is not exported")
-    return value
-
-
-# The stage itself. The exported folder has the same weight files and tensors as the base. It is
-# read back from disk and has to be the trained model (export/proof.py); otherwise the stage fails,
-# publishing nothing.
 
 UNPROVEN = (
     "its adapters were trained on a base in 4 bits and added to the unquantized one (merge.base: "

@@ -40,21 +40,17 @@ from huggingface_hub.utils import build_hf_headers, parse_ratelimit_headers  # t
 from huggingface_hub.utils._runtime import is_xet_available
 
 from pipeline_lib.core.errors import HubError, PipelineError
-from pipeline_lib.hub.repository import (
-    BUSY_STATUSES,
-    Arrived,
-    Busy,
+from pipeline_lib.hub.patience import BUSY_STATUSES, Busy, retry_after_s
+from pipeline_lib.hub.refusals import (
     Credentials,
-    RemoteFile,
-    Repository,
     answers_read,
     broken,
     not_set_up,
     plain,
     refuse_impossible_token,
     refused,
-    retry_after_s,
 )
+from pipeline_lib.hub.repository import Arrived, RemoteFile, Repository
 
 # The first matching type decides; without a token the hub answers 401 for a missing repository.
 _HINTS: dict[type[Exception], str] = {

@@ -25,17 +25,9 @@ from pipeline_lib.core.files import (
     write_json,
 )
 from pipeline_lib.core.store import NOTHING_VERIFIED, VerifiedFiles
-from pipeline_lib.hub.repository import (
-    Arrived,
-    HubClient,
-    RemoteFile,
-    Repository,
-    check_index,
-    check_names,
-    in_time,
-    is_commit,
-    patiently,
-)
+from pipeline_lib.hub.names import check_index, check_names
+from pipeline_lib.hub.patience import in_time, patiently
+from pipeline_lib.hub.repository import Arrived, HubClient, RemoteFile, Repository, is_commit
 
 # Hub clients, and calls of them that end in a result or in one clear error.
 

@@ -19,14 +19,8 @@ from pipeline_lib.data.conversations import Conversation, Message
 from pipeline_lib.data.documents import Document, prompt_length, question
 from pipeline_lib.data.encode import Encoder, Sample, load_tokenizer
 from pipeline_lib.data.how_to_call import trained_modes
-from pipeline_lib.evaluate.answers import (
-    GREEDY,
-    Context,
-    answers_to,
-    generate,
-    load_to_answer,
-    rendered,
-)
+from pipeline_lib.evaluate.answers import GREEDY, Context, answers_to, generate, rendered
+from pipeline_lib.evaluate.loading import load_to_answer
 from pipeline_lib.export.merge import stop_at_end_of_turn
 from pipeline_lib.plan.evaluation import Answers, answer_bytes
 from tests.data.chats import FAMILIES, change_template
@@ -202,7 +196,7 @@ def test_a_batch_has_as_many_prompts_as_have_room(
     room_bytes = answer_bytes(geometry, 90, NEW_TOKENS, 4)
     assert 4 * answer_bytes(geometry, 9, NEW_TOKENS, 4) < room_bytes
     expected = answers_to(model, load_tokenizer(tiny), PROMPTS, NEW_TOKENS, geometry)
-    monkeypatch.setattr("pipeline_lib.evaluate.answers.host_free_bytes", lambda: 2 * room_bytes)
+    monkeypatch.setattr("pipeline_lib.evaluate.loading.host_free_bytes", lambda: 2 * room_bytes)
     rows = counted(model, monkeypatch)
     assert answers_to(model, load_tokenizer(tiny), PROMPTS, NEW_TOKENS, geometry) == expected
     assert rows == [1, 4]

@@ -21,8 +21,8 @@ from pipeline_lib.arch.geometry import flops_per_token
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
+from pipeline_lib.export.adapter import export_adapter
 from pipeline_lib.export.fold import plan_fold
-from pipeline_lib.export.merge import export_adapter
 from pipeline_lib.export.write import Buffers
 from pipeline_lib.model.batch import loss_sums, make_batch
 from pipeline_lib.model.build import build_trainable, prepare_layers

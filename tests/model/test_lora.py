@@ -21,8 +21,8 @@ from transformers import (
 
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.data.blocks import Block
+from pipeline_lib.export.adapter import export_adapter
 from pipeline_lib.export.fold import plan_fold
-from pipeline_lib.export.merge import export_adapter
 from pipeline_lib.launch.ranks import StopRequest
 from pipeline_lib.model.batch import make_batch
 from pipeline_lib.model.build import build_trainable, load_base
