@@ -65,7 +65,7 @@ def _first_row(path: Path, _stamp: Stamp, reading: str, may_be_bad: bool) -> Fir
             row_format = layout.format
             to_content(value, layout)
         except BadRow as bad:
-            return FirstRow(row_format, None if may_be_bad else _told(row, bad))
+            return FirstRow(row_format, None if may_be_bad else _problem_of(row, bad))
         except WrongFile as wrong:
             return FirstRow(row_format, f"{row.place}: the row {wrong}")
     except DataError as error:
@@ -73,7 +73,7 @@ def _first_row(path: Path, _stamp: Stamp, reading: str, may_be_bad: bool) -> Fir
     return FirstRow(row_format)
 
 
-def _told(row: RawRow, bad: BadRow) -> str:
+def _problem_of(row: RawRow, bad: BadRow) -> str:
     """Return what is wrong with the first row of a file."""
     reason = bad.reason.value.replace("_", " ")
     text = f"{row.place}: {reason}: {rejected(row, bad).detail}"

@@ -96,7 +96,7 @@ def run(job: Job) -> dict[str, Any]:
         parity = prove_or_keep(job, base, trained, train)
     figures: dict[str, Any] = to_json(parity)
     write_json(job.out / PARITY_NAME, figures)
-    tell_origin(job, train, parity, fold.beside, loading)
+    write_origin(job, train, parity, fold.beside, loading)
     job.say(f"merge: {_in_words(parity)}")
     return figures
 
@@ -252,7 +252,7 @@ def prove_or_keep(job: Job, base: Path, trained: Path, train: Train) -> Parity:
         ) from error
 
 
-def tell_origin(
+def write_origin(
     job: Job,
     train: Train,
     parity: Parity | Unproven,

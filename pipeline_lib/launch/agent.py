@@ -143,14 +143,14 @@ class Agent:
                     order.program.mark,
                     self._is_abandoned.is_set,
                     give_up_s=0.0,
-                    output=self._tell,
+                    output=self._send_line,
                 )
         except (PipelineError, OSError) as error:
             self._channel.send({"error": str(error)})
             return
         self._channel.send({"ended": self._exit_code})
 
-    def _tell(self, line: str) -> None:
+    def _send_line(self, line: str) -> None:
         self._channel.send({"line": line})
 
     def _end(self) -> None:

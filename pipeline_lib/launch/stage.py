@@ -215,7 +215,7 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
                     shutil.rmtree(run_dir / left, ignore_errors=True)
                 resume_from = find_checkpoint(job, run_dir, plan.run_steps, attempt)
                 now = LaunchedAttempt(job, plan_dir, plan, place, run_dir, attempt, resume_from)
-                _tell(now)
+                _announce(now)
                 with trackers({"to": plan.tracking.to}, run_dir, plan_dir, job.say):
                     now.run(environ, held)
         shutil.copyfile(plan_dir / PLAN_NAME, job.out / PLAN_NAME)
@@ -342,7 +342,7 @@ def runs_of_other_versions(job: Job, run_dir: Path) -> list[Path]:
     return found
 
 
-def _tell(attempt: LaunchedAttempt) -> None:
+def _announce(attempt: LaunchedAttempt) -> None:
     """Print how the attempt begins, and write its event."""
     plan = attempt.plan
     place = attempt.place

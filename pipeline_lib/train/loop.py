@@ -194,7 +194,7 @@ class Loop:
                 self.sampler.answer(self.stepper.wrapped, self.stepper.strategy, step, self.events)
             if result.save_failed:
                 self.saver.wait()
-            self.saver.tell()
+            self.saver.emit_completed()
             if self.must_save(result):
                 self.save()
             if result.stop_agreed and self.saved_step == step and not self.is_done:

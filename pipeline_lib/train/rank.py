@@ -56,7 +56,7 @@ from pipeline_lib.train.metrics import (
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.out_of_memory import MemoryWatch
 from pipeline_lib.train.saver import Saver
-from pipeline_lib.train.saving_pace import tell_of_slow_saves
+from pipeline_lib.train.saving_pace import warn_of_slow_saves
 from pipeline_lib.train.staging import HostBuffers
 from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.strategies import make_strategy
@@ -193,7 +193,7 @@ def _observers_of_first(
     """Return what only the first rank does with events: it shows and keeps them."""
     return (
         print_progress(say, last_step),
-        tell_of_slow_saves(say, train, batches.epoch_steps),
+        warn_of_slow_saves(say, train, batches.epoch_steps),
         append_metrics(job.run_dir / METRICS_NAME),
     )
 
