@@ -66,9 +66,6 @@ def render(comparison: Comparison) -> str:
     cost_columns: dict[str, None] = {}
     for one in comparison.measured:
         cost_columns |= dict.fromkeys(cost_cells(one))
-    sections = {}
-    for name, title in SECTIONS:
-        sections[name] = (title, getattr(comparison.differences, name))
     values = {
         "title": comparison.title,
         "verdict": verdict(comparison),
@@ -82,7 +79,9 @@ def render(comparison: Comparison) -> str:
         "footnotes": footnotes(comparison),
         "stopped": any(known.stop is not None for known in comparison.found),
         "swept": [(swept_id(key), key) for key in swept_keys(comparison)],
-        "sections": sections,
+        "sections": {
+            name: (title, getattr(comparison.differences, name)) for name, title in SECTIONS
+        },
         "same": [] if comparison.is_identical and len(names) == 2 else comparison.same_texts,
         "generations": answers[:MAX_PROMPTS],
         "more_generations": max(0, len(answers) - MAX_PROMPTS),

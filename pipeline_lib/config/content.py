@@ -470,11 +470,9 @@ def _not_as_sealed(folder: Path, hashes: Mapping[str, str]) -> list[str]:
         manifest = Manifest.model_validate(content)
     except ValidationError:
         is_ours = isinstance(content, dict) and {"stage", "digest", "files"} <= content.keys()
-        return (
-            [f"model.path: {str(path)!r} is damaged, so the model cannot be verified; {mend}"]
-            if is_ours
-            else []
-        )
+        if not is_ours:
+            return []
+        return [f"model.path: {str(path)!r} is damaged, so the model cannot be verified; {mend}"]
     sealed = {name: entry.sha256 for name, entry in manifest.files.items() if is_model_file(name)}
     return [
         f"model.path: {str(folder / name)!r} does not match {MANIFEST_NAME}; {mend}"

@@ -126,8 +126,9 @@ def _members(node: Node, definitions: Node) -> list[Node]:
     """Return the sections that `node` may hold; none if it is a plain value."""
     inner = node.get("items", node)
     choices = inner.get("oneOf") or inner.get("anyOf") or [inner]
-    names = [choice["$ref"].rpartition("/")[2] for choice in choices if "$ref" in choice]
-    return [definitions[name] for name in names]
+    return [
+        definitions[choice["$ref"].rpartition("/")[2]] for choice in choices if "$ref" in choice
+    ]
 
 
 def _value(node: Node) -> str:
@@ -137,8 +138,9 @@ def _value(node: Node) -> str:
     if "oneOf" in node:
         return "sections"
     if "anyOf" in node:
-        choices = [choice for choice in node["anyOf"] if choice.get("type") != "null"]
-        return " or ".join(map(_value, choices))
+        return " or ".join(
+            _value(choice) for choice in node["anyOf"] if choice.get("type") != "null"
+        )
     if "const" in node:
         return f"`{node['const']}`"
     if "enum" in node:

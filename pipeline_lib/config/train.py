@@ -78,11 +78,9 @@ class Lora(Section):
     @property
     def of_experts(self) -> tuple[str, ...]:
         """The `targets` that are matrices of experts."""
-        return (
-            ()
-            if self.targets == "all-linear"
-            else tuple(name for name in self.targets if "." in name)
-        )
+        if self.targets == "all-linear":
+            return ()
+        return tuple(name for name in self.targets if "." in name)
 
 
 class Guards(Section):
@@ -486,11 +484,8 @@ CHOSEN_KEYS = (
 
 def held_keys(train: Train) -> list[str]:
     """Return the keys of CHOSEN_KEYS that the config file sets to a value other than `auto`."""
-    return [
-        key
-        for key in CHOSEN_KEYS
-        if key in train.model_fields_set and getattr(train, key) != "auto"
-    ]
+    given = [key for key in CHOSEN_KEYS if key in train.model_fields_set]
+    return [key for key in given if getattr(train, key) != AUTO]
 
 
 # Keys of `train` that say where and how often, not what is computed: recorded with the run, never

@@ -224,9 +224,6 @@ def _is_sound(event: Event) -> bool:
     return isinstance(event.get("event"), str) and has_time and isinstance(attempt, int)
 
 
-# The ends of files that other processes append to, and the values in them.
-
-
 def tail(path: Path, limit_bytes: int) -> tuple[bytes, bool]:
     """Return up to `limit_bytes` of a file's end, from a line's start, and whether that is all."""
     try:

@@ -394,9 +394,6 @@ def _remedy(root: Path) -> str:
     return f"delete {root} and run snakemake again"
 
 
-# Paths: sealed directories and their pointers are in the store, working state is beside it.
-
-
 @dataclass(frozen=True)
 class Store:
     """A folder of sealed directories, `STAGE/DIGEST/`, each with a pointer file `STAGE/DIGEST.ok`.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.arch.generation_config import take_generation_config
-from pipeline_lib.arch.weight_files import refuse_not_finite
+from pipeline_lib.arch.not_finite import refuse_not_finite
 from pipeline_lib.config.content import (
     DATA_SUFFIXES,
     GENERATION_NAME,

@@ -270,12 +270,11 @@ def _report(
     calls = how_to_call(
         trained_modes(prompts, books.thinking_default, settings.chat_template_kwargs)
     )
-    drops = [
-        f"{total.dropped[reason]:,} of {total.samples:,} samples dropped as {reason}: "
-        f"{hints[reason]}"
-        for reason in ALWAYS_NAMED
-        if total.dropped[reason]
-    ]
+    drops = []
+    for reason in ALWAYS_NAMED:
+        if total.dropped[reason]:
+            number = f"{total.dropped[reason]:,} of {total.samples:,}"
+            drops.append(f"{number} samples dropped as {reason}: {hints[reason]}")
     for line in (
         how,
         *table(books.ledgers),

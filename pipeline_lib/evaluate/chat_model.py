@@ -80,9 +80,6 @@ def load_to_chat(folder: Path, place: Place, rope: Rope | None = None) -> PreTra
     return model
 
 
-# The base model, as the lineage names it.
-
-
 def load_base_of(folder: Path, store: Store, tell: Say) -> PreTrainedModel:
     """Load the base of the model in `folder` from the folder's store, or else from `store`.
 

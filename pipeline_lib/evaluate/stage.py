@@ -268,15 +268,15 @@ def _run_tuned(job: Job) -> dict[str, Any]:
         job.say(_loss_line("base", scores.base))
         job.say(_loss_line("tuned", scores.tuned))
     job.say(f"evaluate: {verdict.text}")
-    side_by_side = [
-        Generation(
+    side_by_side = []
+    for of_base, of_tuned in zip(base.answers, tuned.answers, strict=True):
+        generation = Generation(
             prompt=of_base.prompt,
             reference=of_base.reference,
             base=of_base.answer,
             tuned=of_tuned.answer,
         )
-        for of_base, of_tuned in zip(base.answers, tuned.answers, strict=True)
-    ]
+        side_by_side.append(generation)
     evaluation = Evaluation(eval=scores, verdict=verdict, answers=_bound(tuned.place))
     return _leave(job, evaluation, rows, side_by_side)
 

@@ -35,15 +35,13 @@ def export_adapter(
     folder = out / ADAPTER_FOLDER
     folder.mkdir()
     # peft leaves the adapter's name out in files, and `.weight` after a magnitude.
-    names = {
-        name.replace(f".{ADAPTER}.", ".").replace(
-            "lora_magnitude_vector.weight", "lora_magnitude_vector"
-        ): name
-        for name in adapters
-    }
-    entries = [
-        Entry(saved, tuple(adapters[name].shape), torch.float32) for saved, name in names.items()
-    ]
+    names = {}
+    entries = []
+    for name, tensor in adapters.items():
+        saved = name.replace(f".{ADAPTER}.", ".")
+        saved = saved.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+        names[saved] = name
+        entries.append(Entry(saved, tuple(tensor.shape), torch.float32))
     hashes = write_files(
         out,
         {f"{ADAPTER_FOLDER}/adapter_model.safetensors": entries},
@@ -57,9 +55,10 @@ def export_adapter(
     if model.get("source") == "huggingface":
         config.base_model_name_or_path, config.revision = model.get("name"), model.get("revision")
     settings: dict[str, Any] = config.to_dict()  # type: ignore[no-untyped-call]
-    plain = {
-        key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()
-    }
+    plain = dict(settings)
+    for key, value in settings.items():
+        if isinstance(value, set):
+            plain[key] = sorted(value)
     write_json(folder / "adapter_config.json", plain)
     return hashes
 

@@ -113,12 +113,10 @@ def addresses() -> dict[str, tuple[str, ...]]:
     state = psutil.net_if_stats()
     found = {}
     for name, entries in psutil.net_if_addrs().items():
-        usable = [
-            entry.address
-            for entry in sorted(entries, key=lambda entry: entry.family == socket.AF_INET6)
-            if entry.family in (socket.AF_INET, socket.AF_INET6)
-            and not entry.address.startswith("fe80")
-        ]
+        of_version_4 = [one.address for one in entries if one.family == socket.AF_INET]
+        of_version_6 = [one.address for one in entries if one.family == socket.AF_INET6]
+        every = of_version_4 + of_version_6
+        usable = [address for address in every if not address.startswith("fe80")]
         if (
             usable
             and name in state
@@ -134,11 +132,10 @@ def _identity() -> str:
     parts = [socket.gethostname()]
     for path in (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")):
         with suppress(OSError):
-            parts.append(
-                str(path.readlink())
-                if path.is_symlink()
-                else path.read_text(encoding="utf-8").strip()
-            )
+            if path.is_symlink():
+                parts.append(str(path.readlink()))
+            else:
+                parts.append(path.read_text(encoding="utf-8").strip())
     return " ".join(parts)
 
 

@@ -130,16 +130,11 @@ class HuggingFace:
                 repository.name, repo_type=repository.kind, revision=commit, recursive=True
             )
             files = [entry for entry in entries if isinstance(entry, RepoFile)]
-        return [
-            _remote_file(
-                file.path,
-                file.size,
-                file.blob_id,
-                file.lfs.sha256 if file.lfs else None,
-                file.xet_hash,
-            )
-            for file in files
-        ]
+        found = []
+        for file in files:
+            sha256 = file.lfs.sha256 if file.lfs else None
+            found.append(_remote_file(file.path, file.size, file.blob_id, sha256, file.xet_hash))
+        return found
 
     def download(
         self, repository: Repository, commit: str, file: RemoteFile, work: Path, arrived: Arrived

@@ -27,11 +27,9 @@ class Credentials:
     token: str | None = field(repr=False)
 
     def __str__(self) -> str:
-        return (
-            f"{self.variable} is not set"
-            if self.token is None
-            else f"{self.variable} is set, but may not read it"
-        )
+        if self.token is None:
+            return f"{self.variable} is not set"
+        return f"{self.variable} is set, but may not read it"
 
 
 def refuse_impossible_token(credentials: Credentials) -> None:

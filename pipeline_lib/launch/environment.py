@@ -74,11 +74,9 @@ def allocator_settings(environ: Mapping[str, str], is_gpu: bool) -> dict[str, st
     """
     wanted = ALLOCATOR
     if is_gpu:
-        wanted = (
-            {}
-            if "PYTORCH_CUDA_ALLOC_CONF" in environ
-            else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-        )
+        wanted = {}
+        if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
+            wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return {name: environ.get(name, value) for name, value in wanted.items()}
 
 
@@ -212,10 +210,11 @@ def rank_environments(
     world = str(nodes * ranks_per_node)
     on_node = str(ranks_per_node)
     common = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": on_node, "GROUP_RANK": str(node)}
-    return [
-        {**environ, **common, "RANK": str(node * ranks_per_node + local), "LOCAL_RANK": str(local)}
-        for local in range(ranks_per_node)
-    ]
+    of_ranks = []
+    for local in range(ranks_per_node):
+        own = {"RANK": str(node * ranks_per_node + local), "LOCAL_RANK": str(local)}
+        of_ranks.append({**environ, **common, **own})
+    return of_ranks
 
 
 def choose_interface(environ: MutableMapping[str, str], address: str) -> None:

@@ -168,11 +168,8 @@ class HostOrder:
         # What joined hosts are sent can be read in the network, so nothing else of the site file
         # goes there.
         private = () if group is not None and group.has_joined else site.keys()
-        sent = {
-            name: value
-            for name, value in {**environ, **site}.items()
-            if is_sent(name) or name in private
-        }
+        known = {**environ, **site}
+        sent = {name: known[name] for name in known if is_sent(name) or name in private}
         return {
             "nodes": place.nodes,
             "ranks_per_node": place.ranks_per_node,
@@ -211,8 +208,6 @@ def _read_program(fields: Mapping[str, Any]) -> Program:
         return ProbeArguments(**arguments)
     raise PipelineError(f"the order to start ranks names the program {name!r}")
 
-
-# The command lines that start ranks on other nodes, or as tasks of SLURM.
 
 # Of an outer sbatch or srun, for tasks other than ours: srun takes some for options, which
 # contradict those given.

@@ -156,11 +156,9 @@ class LaunchedAttempt:
         if isinstance(error, RanksLost):
             for lost in error.lost:
                 events.emit(EventName.RANK_LOST, **asdict(lost))
-        name = (
-            EventName.RUN_INTERRUPTED
-            if error.exit_code == Interrupted.exit_code
-            else EventName.RUN_FAILED
-        )
+        name = EventName.RUN_FAILED
+        if error.exit_code == Interrupted.exit_code:
+            name = EventName.RUN_INTERRUPTED
         events.emit(name, reason=reason_of(error), exit_code=error.exit_code)
 
 
@@ -289,11 +287,8 @@ def _allocated(
 
 def next_attempt(run_dir: Path) -> int:
     """Return the number of the attempt that begins now, from 1."""
-    launched = [
-        event
-        for event in read_events(run_dir / EVENTS_NAME)
-        if event.get("event") == EventName.RUN_LAUNCHED
-    ]
+    events = read_events(run_dir / EVENTS_NAME)
+    launched = [event for event in events if event.get("event") == EventName.RUN_LAUNCHED]
     return 1 + len(launched)
 
 

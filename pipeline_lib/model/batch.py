@@ -93,12 +93,11 @@ def make_batch(blocks: Sequence[Block]) -> Batch:
 
 def read_batch(reader: BlockReader, block_ids: Sequence[int] | NDArray[np.int64]) -> Batch:
     """Read the blocks with these numbers; -1 is a block of padding, which keeps ranks in step."""
-    return make_batch(
-        [
-            reader[int(block)] if block != order.PADDING else empty_block(reader.block_tokens)
-            for block in block_ids
-        ]
-    )
+    blocks = []
+    for block in block_ids:
+        is_padding = block == order.PADDING
+        blocks.append(empty_block(reader.block_tokens) if is_padding else reader[int(block)])
+    return make_batch(blocks)
 
 
 def part_of(batch: Batch, part: Part | None) -> Batch:

@@ -174,11 +174,9 @@ def adapted_experts(
     """
     kind = hidden.device.type
     module: Any = experts
-    dtype = (
-        torch.get_autocast_dtype(kind)
-        if torch.is_autocast_enabled(kind)
-        else module.down_proj.dtype
-    )
+    dtype = module.down_proj.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
     order = chosen.flatten().argsort(stable=True)  # rows of one expert stand together
     counts = torch.zeros(module.num_experts, dtype=torch.int32, device=hidden.device)
     counts = counts.index_add(

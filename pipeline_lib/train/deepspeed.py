@@ -78,12 +78,7 @@ class Zero(Strategy):
             self.optimizer = make_optimizer(trainable(model), self.train)
             partition(deepspeed, model, self.config, self.world.device)
             partitioned: list[Any] = list(model.parameters())
-            with held_flat(
-                {
-                    parameter: own_flat_part(parameter.ds_tensor, parameter)
-                    for parameter in partitioned
-                }
-            ):
+            with held_flat({one: own_flat_part(one.ds_tensor, one) for one in partitioned}):
                 load(model)
         else:
             load(model)
@@ -183,11 +178,11 @@ class Zero(Strategy):
 
     def _parts(self, kinds: Collection[str] | None = None) -> dict[str, FlatPart]:
         """Return this rank's part of every tensor of the state, in the same order on all ranks."""
-        return {
-            f"{kind}.{name}": self._sharded.part(parameter, kind)
-            for kind in (state_kinds(self.train) if kinds is None else kinds)
-            for name, parameter in self.parameters.items()
-        }
+        parts = {}
+        for kind in state_kinds(self.train) if kinds is None else kinds:
+            for name, parameter in self.parameters.items():
+                parts[f"{kind}.{name}"] = self._sharded.part(parameter, kind)
+        return parts
 
     def state_sizes(self, kinds: Collection[str] | None = None) -> dict[str, int]:
         """Return the elements of each whole tensor of a checkpoint."""
@@ -215,11 +210,8 @@ class Zero(Strategy):
         sizes = _sizes_of(parts)
         for names in grouped(sizes, READ_AT_ONCE_BYTES * self.world.size // 4):  # bytes in fp32
             owners = balanced({name: sizes[name] for name in names}, self.world.size)
-            mine = {
-                name: torch.empty(parts[name].shape)
-                for name in names
-                if owners[name] == self.world.rank
-            }
+            own = [name for name in names if owners[name] == self.world.rank]
+            mine = {name: torch.empty(parts[name].shape) for name in own}
             read(mine)
             for name in names:
                 scatter(parts[name], mine.pop(name, None), self.world.device, owners[name])

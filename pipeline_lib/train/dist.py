@@ -83,9 +83,9 @@ class World:
         Raises TrainingError without them.
         """
         try:
-            rank, local_rank, size = (
-                int(environ[key]) for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-            )
+            rank = int(environ["RANK"])
+            local_rank = int(environ["LOCAL_RANK"])
+            size = int(environ["WORLD_SIZE"])
         except KeyError as error:
             raise TrainingError(
                 f"{error} is not set: a rank is started by `python -m pipeline_lib train`"

@@ -45,8 +45,6 @@ from pipeline_lib.train.step import Stepper, StepResult
 from pipeline_lib.train.together import together
 from pipeline_lib.train.validation import Sampler, Validations, held_out_loss
 
-# The learning rate: a pure function of the step.
-
 
 def learning_rate(train: Train, step: int, steps: int) -> float:
     """Return the learning rate of the update that makes `step` (from 1) of `steps`.
@@ -74,8 +72,6 @@ def learning_rate(train: Train, step: int, steps: int) -> float:
     )
     return train.lr * (train.min_lr_fraction + (1 - train.min_lr_fraction) * remaining)
 
-
-# The loop itself.
 
 LISTED_BLOCKS = 16  # per step, in a message; the events name all
 LISTED_TENSORS = 3

@@ -153,9 +153,8 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
             f"{_NOTHING}: another training of this run went on meanwhile, to step {training.steps}"
         )
     record = RunRecord.read(trained / EVENTS_NAME)
-    if not any(
-        event.get("step") == rehearsal.first_step for event in record.named(EventName.RUN_RESUMED)
-    ):
+    resumed_at = [event.get("step") for event in record.named(EventName.RUN_RESUMED)]
+    if rehearsal.first_step not in resumed_at:
         raise TrainingError(
             f"{trained}: the second training did not resume from the checkpoint of step "
             f"{rehearsal.first_step}; see events.jsonl there"
@@ -170,9 +169,8 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
     else:
         proof = f"relative difference of the logits {parity.relative_difference:.1e}"
     cluster = config.cluster
-    first, second, merge = (
-        brief(read_manifest(store.sealed(spec.ref)).duration_s) for spec in rehearsal.specs
-    )
+    durations_s = [read_manifest(store.sealed(spec.ref)).duration_s for spec in rehearsal.specs]
+    first, second, merge = map(brief, durations_s)
     answer = " ".join(loaded.answer.split())[:SHOWN_ANSWER] or "(nothing)"
     phases = [
         (f"train to step {rehearsal.first_step}, save", first, "checkpoint sealed"),
@@ -223,9 +221,9 @@ def _measured(
             (name, "not predicted: cluster.gpu is not set", f"measured {amount(step_s, unit)}", "")
         )
     for one in found:
-        predicted, low, high = (
-            amount(value, one.unit) for value in (one.predicted, one.low, one.high)
-        )
+        predicted = amount(one.predicted, one.unit)
+        low = amount(one.low, one.unit)
+        high = amount(one.high, one.unit)
         is_first = one.key == "step_s" and one.measured > one.high
         verdict = "above, as usual for first steps" if is_first else "outside the band"
         if one.within:
