@@ -54,8 +54,13 @@ def _of(section: str, keys: str, stages: tuple[str, ...], result: Result) -> dic
 
 
 _SAME_BITS = {
-    *("save_every_steps", "save_async", "keep_last", "timeout_s", "start_timeout_s"),
-    *("sample_every_steps", "profile_every_steps"),
+    "save_every_steps",
+    "save_async",
+    "keep_last",
+    "timeout_s",
+    "start_timeout_s",
+    "sample_every_steps",
+    "profile_every_steps",
 }
 # By key, without the source of a model or of data unless these differ.
 EFFECTS: dict[str, Effect] = {

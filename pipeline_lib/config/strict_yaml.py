@@ -36,8 +36,10 @@ _REFUSED = {
     tokens.DirectiveToken: "directives (%) are not read; YAML 1.2 it is",
 }
 _OPENING = (
-    *(tokens.BlockMappingStartToken, tokens.BlockSequenceStartToken),
-    *(tokens.FlowMappingStartToken, tokens.FlowSequenceStartToken),
+    tokens.BlockMappingStartToken,
+    tokens.BlockSequenceStartToken,
+    tokens.FlowMappingStartToken,
+    tokens.FlowSequenceStartToken,
 )
 _CLOSING = (tokens.BlockEndToken, tokens.FlowMappingEndToken, tokens.FlowSequenceEndToken)
 

@@ -469,15 +469,13 @@ class Train(Section):
 # What the plan chooses: where the value is `auto`, and with `strategy: auto` whatever of it the
 # file does not give.
 CHOSEN_KEYS = (
-    *(
-        "shard_ranks",
-        "context_ranks",
-        "micro_batch_blocks",
-        "recompute",
-        "offload",
-        "reshard",
-        "compile",
-    ),
+    "shard_ranks",
+    "context_ranks",
+    "micro_batch_blocks",
+    "recompute",
+    "offload",
+    "reshard",
+    "compile",
     "save_async",
 )
 
@@ -492,32 +490,27 @@ def held_keys(train: Train) -> list[str]:
 # in its key.
 PLACEMENT_KEYS = frozenset(
     {
-        *(
-            "strategy",
-            "shard_ranks",
-            "unit_layers",
-            "offload",
-            "recompute",
-            "reshard",
-            "compile",
-            "attention",
-        ),
-        *(
-            "micro_batch_blocks",
-            "save_every_steps",
-            "save_async",
-            "keep_last",
-            "timeout_s",
-            "start_timeout_s",
-        ),
-        *(
-            "sample_every_steps",
-            "profile_every_steps",
-            "deterministic",
-            "deepspeed_json",
-            "offload_activations",
-        ),
-        *("kept_attention_layers", "context_ranks"),
+        "strategy",
+        "shard_ranks",
+        "unit_layers",
+        "offload",
+        "recompute",
+        "reshard",
+        "compile",
+        "attention",
+        "micro_batch_blocks",
+        "save_every_steps",
+        "save_async",
+        "keep_last",
+        "timeout_s",
+        "start_timeout_s",
+        "sample_every_steps",
+        "profile_every_steps",
+        "deterministic",
+        "deepspeed_json",
+        "offload_activations",
+        "kept_attention_layers",
+        "context_ranks",
     }
 )
 

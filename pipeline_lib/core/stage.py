@@ -45,8 +45,15 @@ from pipeline_lib.core.store import (
 
 Say = Callable[[str], None]
 RECORDED_PACKAGES = (
-    *("numpy", "pyarrow", "tiktoken", "tokenizers", "jinja2"),
-    *("torch", "transformers", "peft", "safetensors"),
+    "numpy",
+    "pyarrow",
+    "tiktoken",
+    "tokenizers",
+    "jinja2",
+    "torch",
+    "transformers",
+    "peft",
+    "safetensors",
 )
 
 

@@ -26,8 +26,16 @@ PERCENTILES = (1, 10, 50, 90, 99)
 HISTOGRAM_BINS = 40
 LISTED_KEYS = 20
 TABLE_COLUMNS = (
-    *("rows", "quarantined", "duplicates", "samples", "dropped", "kept", "truncated", "split"),
-    *("tokens", "supervised_tokens"),
+    "rows",
+    "quarantined",
+    "duplicates",
+    "samples",
+    "dropped",
+    "kept",
+    "truncated",
+    "split",
+    "tokens",
+    "supervised_tokens",
 )
 
 

@@ -33,8 +33,11 @@ BATCH_ROWS = 16  # larger batches are not faster
 READ_BYTES = 1 << 20
 Cleaner = Callable[[Any], Any]
 _LISTS = (
-    *(pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list),
-    *(pa.types.is_list_view, pa.types.is_large_list_view),
+    pa.types.is_list,
+    pa.types.is_large_list,
+    pa.types.is_fixed_size_list,
+    pa.types.is_list_view,
+    pa.types.is_large_list_view,
 )
 _ARROW_FILE = b"ARROW1"  # an IPC file begins with it, and an IPC stream does not
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"

@@ -175,24 +175,25 @@ GREEDY: Mapping[str, Any] = {"do_sample": False, "temperature": None, "top_p": N
 # padding too.
 _BATCHED_KEYS = frozenset(
     {
-        *(
-            "bos_token_id",
-            "eos_token_id",
-            "pad_token_id",
-            "repetition_penalty",
-            "max_length",
-            "max_new_tokens",
-        ),
-        *(
-            "do_sample",
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "typical_p",
-        ),  # a greedy answer has none of these
-        *("num_beams", "num_return_sequences"),  # `generate` sets these itself
-        *("use_cache", "transformers_version", "_from_model_config"),
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "repetition_penalty",
+        "max_length",
+        "max_new_tokens",
+        # a greedy answer has none of these
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "typical_p",
+        # `generate` sets these itself
+        "num_beams",
+        "num_return_sequences",
+        "use_cache",
+        "transformers_version",
+        "_from_model_config",
     }
 )
 

@@ -22,18 +22,17 @@ PACKAGE = Path(__file__).parents[1]
 # Those that decide whether ranks of two hosts compute the same, and whether they understand each
 # other.
 COMPARED_PACKAGES = (
-    *(
-        "torch",
-        "transformers",
-        "tokenizers",
-        "safetensors",
-        "numpy",
-        "peft",
-        "accelerate",
-        "deepspeed",
-        "triton",
-    ),
-    *("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "peft",
+    "accelerate",
+    "deepspeed",
+    "triton",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
 )
 _NOT_BETWEEN_HOSTS = ("lo", "docker", "virbr", "br-", "veth", "cni", "flannel")
 _CALL_S = 20.0

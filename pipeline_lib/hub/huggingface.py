@@ -68,8 +68,12 @@ class HuggingFace:
     """
 
     errors: tuple[type[Exception], ...] = (
-        *(httpx2.HTTPError, httpx2.InvalidURL, OSError),
-        *(EntryNotFoundError, RevisionResolutionError, XetDownloadError),
+        httpx2.HTTPError,
+        httpx2.InvalidURL,
+        OSError,
+        EntryNotFoundError,
+        RevisionResolutionError,
+        XetDownloadError,
     )
 
     def __init__(self) -> None:

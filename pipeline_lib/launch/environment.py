@@ -23,23 +23,20 @@ NODE_VARIABLE = "NODE_RANK"
 # What a launcher sets for each rank or node: left over from an outer one, it would be taken for
 # ours.
 PLACE_IN_WORLD = (
-    *(
-        "RANK",
-        "LOCAL_RANK",
-        "GROUP_RANK",
-        "ROLE_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_WORLD_SIZE",
-    ),
-    *(
-        "ROLE_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_USE_AGENT_STORE",
-    ),
-    *(NODE_VARIABLE, RENDEZVOUS_FILE),
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    NODE_VARIABLE,
+    RENDEZVOUS_FILE,
 )
 LOOPBACK = "127.0.0.1"
 HOST_VARIABLE = "PIPELINE_HOST"  # the name of this host in the user's list

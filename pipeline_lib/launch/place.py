@@ -212,14 +212,15 @@ def _read_program(fields: Mapping[str, Any]) -> Program:
 # Of an outer sbatch or srun, for tasks other than ours: srun takes some for options, which
 # contradict those given.
 OF_OTHER_TASKS = (
-    *("SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU"),
-    *(
-        "SLURM_CPUS_PER_GPU",
-        "SLURM_CPU_BIND",
-        "SLURM_CPU_BIND_LIST",
-        "SLURM_CPU_BIND_TYPE",
-        "SLURM_CPU_BIND_VERBOSE",
-    ),
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_TRES_PER_TASK",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_CPUS_PER_GPU",
+    "SLURM_CPU_BIND",
+    "SLURM_CPU_BIND_LIST",
+    "SLURM_CPU_BIND_TYPE",
+    "SLURM_CPU_BIND_VERBOSE",
 )
 
 
