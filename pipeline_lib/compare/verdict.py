@@ -172,7 +172,8 @@ def _of_lowest(comparison: Comparison, versus: dict[int, Versus]) -> str:
     noise = [names[place] for place, one in versus.items() if one.is_noise]
     loss = units.real(ranking.loss, UNIT, 4)
     text = f"{names[ranking.best or 0]} has the {lowest(comparison)} of {among(comparison)}, {loss}"
-    text += f", but its lead over {listed(noise)} is within noise." if noise else "."
+    text += f", but its lead over {listed(noise)} is within noise" if noise else ""
+    text += "."
     if worse:
         text += f" It is better than {listed(worse)} by more than chance."
     return text

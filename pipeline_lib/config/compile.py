@@ -166,7 +166,9 @@ def open_experiment(config_path: Path, store: Store, name: str | None = None) ->
         problem = f"a sweep of {len(found)} experiments"
     if name is not None and (nearest := did_you_mean(name, names)):
         raise ConfigError(str(config_path), [f"{problem}{nearest}"])
-    some = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+    some = ", ".join(names[:SHOWN_NAMES])
+    if len(names) > SHOWN_NAMES:
+        some += ", ..."
     raise ConfigError(str(config_path), [f"{problem}; name one with --experiment NAME: {some}"])
 
 

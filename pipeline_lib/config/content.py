@@ -364,7 +364,10 @@ def _saved(path: Path, key: str) -> list[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    listed = ", ".join(names[:10])
+    if len(names) > 10:
+        listed += f" and {len(names) - 10} more"
+    return listed
 
 
 def is_model_file(name: str) -> bool:

@@ -408,9 +408,9 @@ class Store:
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> "Store":
         """Return the store at `$PIPELINE_STORE`, else `$DVC_ROOT/store`, else `./store`."""
-        dvc_root = environ.get("DVC_ROOT")
-        root = environ.get("PIPELINE_STORE") or (Path(dvc_root) / "store" if dvc_root else "store")
-        return Store(Path(root), UserCache.from_env(environ))
+        root = Path(environ.get("DVC_ROOT") or "", "store")
+        given = environ.get("PIPELINE_STORE")
+        return Store(Path(given) if given else root, UserCache.from_env(environ))
 
     @staticmethod
     def around(frozen: Path, environ: Mapping[str, str]) -> "Store":

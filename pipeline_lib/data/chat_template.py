@@ -76,9 +76,8 @@ class ChatTemplate:
         try:
             self._plain = environment.from_string(sources[0])
             self._with_tools = environment.from_string(sources[-1])
-            self._refuse_unread(
-                kwargs or {}, [environment.parse(text) for text in sources] if kwargs else []
-            )
+            if kwargs:
+                self._refuse_unread(kwargs, [environment.parse(text) for text in sources])
         except COMPILE_FAILURES as error:
             raise DataError(
                 f"{where}: not a chat template that can be used: {_one_line(error)}"
@@ -294,7 +293,8 @@ def _sources(folder: Path, config: Mapping[str, Any]) -> tuple[str, str | None, 
         return texts.get("default", ""), texts.get("tool_use"), str(path)
     value = config.get("chat_template")  # a single text, or a list of named ones
     listed = {"default": value} if isinstance(value, str) else {}
-    for item in value if isinstance(value, list) else ():
+    items = value if isinstance(value, list) else []
+    for item in items:
         if (
             isinstance(item, dict)
             and isinstance(item.get("name"), str)

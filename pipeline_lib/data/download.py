@@ -87,7 +87,9 @@ def local_model(job: Job) -> None:
         Nobody edits weights in place.
         """
         may_link = source.suffix == WEIGHTS_SUFFIX and is_edited_by_nobody(source, job.store.root)
-        return (arrival.link if may_link else arrival.copy)(source, target, sha256, verified)
+        if may_link:
+            return arrival.link(source, target, sha256, verified)
+        return arrival.copy(source, target, sha256, verified)
 
     _take(named, job, bring)
 
@@ -95,7 +97,8 @@ def local_model(job: Job) -> None:
 def local_generation(job: Job) -> None:
     """Copy the generation_config.json of a Hugging Face folder on this machine, if it has one."""
     file = Path(job.spec.where["path"]) / GENERATION_NAME
-    _take({file.name: file} if file.is_file() else {}, job)
+    files = {file.name: file} if file.is_file() else {}
+    _take(files, job)
 
 
 def tiny_model(job: Job) -> None:

@@ -257,7 +257,10 @@ def table(sources: Sequence[SourceLedger]) -> list[str]:
     drawn.add_column("format")
     for column in TABLE_COLUMNS:
         drawn.add_column(column.replace("_tokens", ""), justify="right")
-    for ledger in [*sources, total_of(sources)] if len(sources) > 1 else sources:
+    ledgers = list(sources)
+    if len(sources) > 1:
+        ledgers.append(total_of(sources))
+    for ledger in ledgers:
         values = [getattr(ledger, column) for column in TABLE_COLUMNS]
         numbers = [value.total() if isinstance(value, Counter) else value for value in values]
         drawn.add_row(ledger.name, ledger.format, *(f"{number:,}" for number in numbers))
@@ -285,9 +288,10 @@ def unread_lines(sources: Sequence[SourceLedger]) -> list[str]:
         listed = ", ".join(keys[:LISTED_KEYS])
         left_out = len(keys) - LISTED_KEYS
         more = f" and {left_out:,} more" if left_out > 0 else ""
-        more += f", and {count(others, 'values')} of further keys" if others else ""
-        name = files[0].name + (
-            f" and {count(len(files) - 1, 'files')} like it" if len(files) > 1 else ""
-        )
+        if others:
+            more += f", and {count(others, 'values')} of further keys"
+        name = files[0].name
+        if len(files) > 1:
+            name += f" and {count(len(files) - 1, 'files')} like it"
         lines.append(f"tokenize: {name}: columns and keys that are not read: {listed}{more}")
     return lines

@@ -81,7 +81,8 @@ class CorpusFile:
         Raises DataError if the file has no rows, has an unknown type, or is damaged.
         """
         number = 0
-        for row in self._columns() if self._is_columnar else self._text():
+        rows = self._columns() if self._is_columnar else self._text()
+        for row in rows:
             number += 1
             yield row
         if not number:

@@ -179,15 +179,14 @@ class Chat:
             )
             parts.append(f"thinking {'on' if self.context.thinking else 'off'}{of_both}")
         parts += [f"{name} {value}" for name, value in self.context.chat_template_kwargs.items()]
-        parts += ["with the system prompt of the training"] if self.context.system else []
-        parts += (
-            [f"with {count(len(self.context.tools), 'tools')} of the training"]
-            if self.context.tools
-            else []
-        )
-        parts.append(
-            "greedy" if temperature == 0 else f"sampled at temperature {temperature or 1.0:g}"
-        )
+        if self.context.system:
+            parts.append("with the system prompt of the training")
+        if self.context.tools:
+            parts.append(f"with {count(len(self.context.tools), 'tools')} of the training")
+        if temperature == 0:
+            parts.append("greedy")
+        else:
+            parts.append(f"sampled at temperature {temperature or 1.0:g}")
         return f"{self.folder}: {', '.join(parts)}"
 
     def _prompt(self, messages: Sequence[Message]) -> tuple[list[int], bool]:

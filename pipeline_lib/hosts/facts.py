@@ -160,8 +160,10 @@ def ask_driver(*keys: str) -> list[list[str]]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
+    if done.returncode:
+        return []
     found = []
-    for line in done.stdout.splitlines() if done.returncode == 0 else []:
+    for line in done.stdout.splitlines():
         values = [value.strip() for value in line.split(",")]
         if len(values) == len(keys):
             found.append(values)

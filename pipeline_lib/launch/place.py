@@ -256,5 +256,6 @@ def srun_command(place: RankPlacement, environ: dict[str, str], program: list[st
     ]
     command += ["--nodelist", ",".join(place.allocation.hosts)]
     command += ["--kill-on-bad-exit=1", "--overlap", "--input", "none", "--export", "ALL"]
-    command += ["--gres", f"gpu:{place.ranks_per_node}"] if place.device == "cuda" else []
+    if place.device == "cuda":
+        command += ["--gres", f"gpu:{place.ranks_per_node}"]
     return [*command, sys.executable, "-m", *started, *program]

@@ -57,7 +57,9 @@ class Native(Strategy):
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of the loss, multiplied by the fp16 loss scale if there is one."""
-        (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()  # type: ignore[no-untyped-call]
+        if self.loss_scale is not None:
+            loss = loss * self.loss_scale.value
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def grad_norm(self) -> Tensor:
         """Return the L2 norm over all trained parameters; it is not finite if fp16 overflowed."""
@@ -135,9 +137,9 @@ class Native(Strategy):
     ) -> dict[str, Tensor]:
         """Copy this rank's share to host memory; 8-bit moments are dequantized one at a time."""
         stored = self._stored()
-        mine = share_of(
-            stored if names is None else {name: stored[name] for name in names}, self.world
-        )
+        if names is not None:
+            stored = {name: stored[name] for name in names}
+        mine = share_of(stored, self.world)
         return copied(
             (name, values_of(tensor) if is_8bit(tensor) else tensor)
             for name, tensor in mine.items()

@@ -91,9 +91,12 @@ def conclude(dag: Dag, say: Say) -> None:
     """
     nothing = why_not(dag)
     path = report_path(dag)
-    text = path.read_text(encoding="utf-8").rstrip() if path is not None and path.exists() else ""
+    text = ""
+    if path is not None and path.exists():
+        text = path.read_text(encoding="utf-8").rstrip()
     if nothing is not None and not text.startswith(_NOTHING):
-        say(nothing + ("; when it was rehearsed, this was found:\n" if text else ""))
+        then = "; when it was rehearsed, this was found:\n" if text else ""
+        say(f"{nothing}{then}")
     if text:
         say(text)
     if path is not None and text.startswith(_NOTHING):
@@ -201,7 +204,7 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
         f"{where}"
     ]
     for title, rows in parts.items():
-        lines += [f"\n{title}"] if title else [""]
+        lines.append(f"\n{title}" if title else "")
         lines += [f"  {line}" for line in columns(rows)]
     return "\n".join([*lines, "", f"`snakemake` continues from step {rehearsal.last_step}."])
 
