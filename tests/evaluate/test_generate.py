@@ -196,7 +196,7 @@ def test_a_batch_has_as_many_prompts_as_have_room(
     room_bytes = answer_bytes(geometry, 90, NEW_TOKENS, 4)
     assert 4 * answer_bytes(geometry, 9, NEW_TOKENS, 4) < room_bytes
     expected = answers_to(model, load_tokenizer(tiny), PROMPTS, NEW_TOKENS, geometry)
-    monkeypatch.setattr("pipeline_lib.evaluate.loading.host_free_bytes", lambda: 2 * room_bytes)
+    monkeypatch.setattr("pipeline_lib.evaluate.answers.host_free_bytes", lambda: 2 * room_bytes)
     rows = counted(model, monkeypatch)
     assert answers_to(model, load_tokenizer(tiny), PROMPTS, NEW_TOKENS, geometry) == expected
     assert rows == [1, 4]
