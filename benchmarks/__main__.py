@@ -1,9 +1,9 @@
-"""`python -m benchmarks [tokenizing] [packing] [reading] [caching] [kernels]`; by default all."""
+"""`python -m benchmarks [tokenizing] [packing] [reading] [caching] [kernels] [counts]`; by default all."""
 
 import argparse
 import importlib
 
-BENCHMARKS = ("tokenizing", "packing", "reading", "caching", "kernels")
+BENCHMARKS = ("tokenizing", "packing", "reading", "caching", "kernels", "counts")
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ def _snakemake(config: Path, target: str, store: Store, directory: Path) -> None
     command = [
         str(Path(sys.executable).with_name("snakemake")),
         "--snakefile",
-        str(ROOT / "Snakefile"),
+        str(ROOT / "workflow" / "Snakefile"),
     ]
     command += [target, "--directory", str(directory), "--configfile", str(config)]
     command += ["--workflow-profile", str(ROOT / "workflow" / "profiles" / "default")]

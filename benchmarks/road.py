@@ -111,7 +111,11 @@ def number_or_text(value: str) -> Any:
 
 def travel(config: Path, root: Path) -> tuple[int, list[tuple[float, str]]]:
     """Run `snakemake` on the config, return its exit code and its output lines with times."""
-    where = {"snakefile": ROOT / "Snakefile", "directory": root / "work", "configfile": config}
+    where = {
+        "snakefile": ROOT / "workflow" / "Snakefile",
+        "directory": root / "work",
+        "configfile": config,
+    }
     where["workflow-profile"] = ROOT / "profiles" / "default"
     command = [
         sys.executable,

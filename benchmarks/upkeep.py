@@ -51,7 +51,7 @@ def run(experiments: int = 1000, repeats: int = 3) -> None:
     )
 
 
-_SNAKEMAKE = ["-m", "snakemake", "-n", "--quiet", "-s", str(ROOT / "Snakefile")]
+_SNAKEMAKE = ["-m", "snakemake", "-n", "--quiet", "-s", str(ROOT / "workflow" / "Snakefile")]
 _GC = ["-m", "pipeline_lib", "store", "gc", "--dry-run", "--ignore-queue", "--keep-experiments"]
 
 

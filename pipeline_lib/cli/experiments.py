@@ -16,7 +16,7 @@ from pipeline_lib.config.compile import Experiment, open_experiment, open_experi
 from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag
 from pipeline_lib.config.load import load_configs
 from pipeline_lib.config.schema import Config
-from pipeline_lib.core.errors import ConfigError, HubError, IntegrityError
+from pipeline_lib.core.errors import ConfigError, HubOutOfReach, IntegrityError
 from pipeline_lib.core.git import how_to_commit
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
@@ -296,7 +296,7 @@ def import_config(arguments: argparse.Namespace) -> None:
 def check(arguments: argparse.Namespace) -> None:
     """Check a config and say that it has no problems. Raise ConfigError with all of its problems.
 
-    Raise HubError if a hub that has to be asked cannot be, after what can be said without it.
+    Where a hub is out of reach, say what can be said without it. Raise HubError if it refuses.
     """
     from pipeline_lib.plan.known import learn_architecture
     from pipeline_lib.workflow.findings import ThisMachine, findings_of, refuse_impossible
@@ -319,11 +319,12 @@ def check(arguments: argparse.Namespace) -> None:
     except ConfigError:
         say_more(_with_data_and_plan(arguments.config, store))
         raise
-    except HubError as error:
+    except HubOutOfReach as error:
         say_more(load_configs(arguments.config))
-        raise HubError(
-            f"{error}. Beside that, {source} has no problems that can be seen without the hub"
-        ) from error
+        say(f"{source}: note: the hub could not be asked; the download will check the rest")
+        say(f"  {error}")
+        say(f"{source}: no problems that can be seen without the hub")
+        return
     say_more([experiment.config for experiment in found])
     if len(found) == 1:
         say(f"{source}: no problems; experiment {found[0].name!r} has {len(found[0].specs)} stages")

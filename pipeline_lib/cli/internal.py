@@ -74,6 +74,14 @@ def _add_training(commands: Any) -> None:
         "--reached", type=Path, help="of a training to a rung: write here what it came to"
     )
     run_as_rule(sub, train, stage="train")
+    sub.add_argument(
+        "--then",
+        type=Path,
+        nargs="*",
+        default=[],
+        metavar="SPEC",
+        help="behind the training, run these stages in its SLURM job",
+    )
     text = "decide which trainings of a sweep go on, as the decide rule does"
     sub = commands.add_parser("decide", description=text)
     sub.add_argument("--frozen", type=Path, required=True, help="the frozen sweep, of the store")
@@ -159,6 +167,7 @@ def train(arguments: argparse.Namespace) -> None:
     """Train to the end, or up to a rung."""
     if arguments.reached is None:
         train_once(arguments)
+        _go_on(arguments)
         return
     from pipeline_lib.workflow.rungs import reach
 
@@ -169,6 +178,20 @@ def train(arguments: argparse.Namespace) -> None:
         arguments.reached,
         lambda: train_once(arguments),
         say,
+    )
+
+
+def _go_on(arguments: argparse.Namespace) -> None:
+    """Run the stages that follow the training, on the first node of its job."""
+    if not arguments.then:
+        return
+    from pipeline_lib.launch.following import run_following
+    from pipeline_lib.records.plan import read_plan
+
+    store = Store.around(arguments.spec, os.environ)
+    cluster = read_plan(arguments.plan.with_suffix("") / PLAN_NAME).cluster
+    run_following(
+        [store.read_spec(path) for path in arguments.then], store, cluster, os.environ, say
     )
 
 

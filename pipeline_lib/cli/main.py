@@ -11,7 +11,7 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
-from pipeline_lib.cli import chat, experiments, internal, machines, run, store
+from pipeline_lib.cli import chat, experiments, init, internal, machines, mcp_server, run, store
 from pipeline_lib.core.errors import BUG, CONTINUES, ERROR, STOPPED, PipelineError, exit_line
 from pipeline_lib.core.files import disk_full_named
 from pipeline_lib.core.signals import Terminated, stops_interrupt
@@ -29,6 +29,7 @@ Fine-tunes Qwen models: one config file in, a verified model and a report out.
   run        run an experiment, up to a stage, with other values, here or on a cluster
 
 before a run
+  init       make a project folder: a config to begin with, and what git and DVC need
   check      name all problems of a config
   plan       predict memory, time and disk, and choose the fastest way that fits
   import     make a config of another tool's files
@@ -47,6 +48,9 @@ after it
   trace      where a model comes from, back to hub commits and data files
   record     save an experiment as one of DVC's
   publish    copy an experiment's small results to results/current, for DVC
+
+for assistants
+  mcp        serve check, plan, status, summary, compare and the documentation over stdio
 
 what is kept
   store      list, measure, clean up and verify it"""
@@ -135,6 +139,6 @@ def _parser_and_commands() -> tuple[argparse.ArgumentParser, Any]:
     commands = root.add_subparsers(
         prog="qwen3", required=True, metavar="COMMAND", help=argparse.SUPPRESS
     )
-    for group in (run, experiments, chat, store, machines, internal):
+    for group in (run, init, experiments, chat, store, machines, mcp_server, internal):
         group.add_to(commands)
     return root, commands

@@ -17,6 +17,7 @@ from pipeline_lib.core.text import did_you_mean
 
 # Where the Snakefile and the profiles are: in the clone, or where a wheel installs them.
 RULES = (Path(__file__).resolve().parents[2], Path(sys.prefix) / "share" / "qwen3-pipeline")
+SNAKEFILE = Path("workflow/Snakefile")
 TARGETS = (*STAGES, "rehearse")
 _WHAT = "run an experiment: from its data to a verified model and a report"
 EXAMPLES = """\
@@ -122,8 +123,8 @@ def _refuse_wrong_words(stages: Sequence[str]) -> None:
 def _arguments(arguments: argparse.Namespace, stages: Sequence[str]) -> list[str]:
     """Return snakemake's arguments: a target stands before the options that take several values."""
     settings = [word for word in arguments.words if "=" in word]
-    rules = _rules()
-    made = [*stages, "--snakefile", str(rules / "Snakefile")]
+    rules = rules_folder()
+    made = [*stages, "--snakefile", str(rules / SNAKEFILE)]
     made += ["--configfile", str(arguments.config)]
     made += ["--workflow-profile", str(rules / "profiles" / "default")]
     if arguments.slurm:
@@ -135,11 +136,11 @@ def _arguments(arguments: argparse.Namespace, stages: Sequence[str]) -> list[str
     return [*made, *arguments.options]
 
 
-def _rules() -> Path:
-    """Return the folder of RULES that has the Snakefile. Raises ConfigError."""
+def rules_folder() -> Path:
+    """Return the folder of RULES that has SNAKEFILE. Raises ConfigError."""
     for folder in RULES:
-        if (folder / "Snakefile").is_file():
+        if (folder / SNAKEFILE).is_file():
             return folder
     places = " nor ".join(map(str, RULES))
     remedy = "install the clone (`pip install -e .`) or its wheel"
-    raise ConfigError("qwen3 run", [f"the Snakefile is neither in {places}; {remedy}"])
+    raise ConfigError("qwen3", [f"{SNAKEFILE} is neither in {places}; {remedy}"])

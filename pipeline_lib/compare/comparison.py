@@ -184,6 +184,13 @@ class Comparison:
         return [describe_sameness(same, self.names) for same in self.same]
 
     @property
+    def telling_texts(self) -> list[str]:
+        """Those of `same_texts` that the verdict and the differing keys do not say already."""
+        if len(self.found) == 2 and (self.is_identical or self.differences.changing):
+            return []
+        return self.same_texts
+
+    @property
     def is_identical(self) -> bool:
         """Whether all experiments are the same to the last bit."""
         pairs = len(self.found) * (len(self.found) - 1) // 2

@@ -8,7 +8,7 @@ from typing import Any
 from pipeline_lib.compare.comparison import Comparison
 from pipeline_lib.compare.figures import LineStyle, figures_of, line_styles, swept_id, swept_keys
 from pipeline_lib.compare.ranking import BEST
-from pipeline_lib.compare.show import SECTIONS, cost_cells, footnotes, loss_cells
+from pipeline_lib.compare.show import SECTIONS, UNKNOWN_CELL, cost_cells, footnotes, loss_cells
 from pipeline_lib.compare.subjects import MAX_COMPARED, Subject
 from pipeline_lib.compare.verdict import among, listed, lowest, verdict
 from pipeline_lib.config.dag import RESULTS, Dag
@@ -25,6 +25,7 @@ MAX_PROMPTS = 24
 MAX_COLUMNS = 5  # of experiments side by side in a table; more are listed below each other
 ANSWER_CHARS = 12_000  # for all answers to one prompt
 MAX_ANSWER_CHARS = 3000
+_NOTHING = {UNKNOWN_CELL, "0"}
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,6 @@ def render(comparison: Comparison) -> str:
     """Return the page as HTML."""
     names = comparison.names
     answers = generations(comparison)
-    cost_columns: dict[str, None] = {}
-    for one in comparison.measured:
-        cost_columns |= dict.fromkeys(cost_cells(one))
     values = {
         "title": comparison.title,
         "verdict": verdict(comparison),
@@ -75,20 +73,27 @@ def render(comparison: Comparison) -> str:
         "order": comparison.order,
         "is_across": len(names) > MAX_COLUMNS,
         "results": result_rows(comparison),
-        "cost_columns": list(cost_columns),
+        "cost_columns": _cost_columns(comparison),
         "footnotes": footnotes(comparison),
         "stopped": any(known.stop is not None for known in comparison.found),
         "swept": [(swept_id(key), key) for key in swept_keys(comparison)],
         "sections": {
             name: (title, getattr(comparison.differences, name)) for name, title in SECTIONS
         },
-        "same": [] if comparison.is_identical and len(names) == 2 else comparison.same_texts,
+        "same": comparison.telling_texts,
         "generations": answers[:MAX_PROMPTS],
         "more_generations": max(0, len(answers) - MAX_PROMPTS),
         "answer_chars": min(MAX_ANSWER_CHARS, ANSWER_CHARS // len(names)),
         "notes": comparison.notes,
     }
     return render_page("pipeline_lib.compare", "compare.html.jinja", figures_of(comparison), values)
+
+
+def _cost_columns(comparison: Comparison) -> list[str]:
+    """Return the names of the costs that any experiment has, and that are not 0 in all."""
+    rows = [cost_cells(numbers) for numbers in comparison.measured]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [name for name in names if {row.get(name, UNKNOWN_CELL) for row in rows} - _NOTHING]
 
 
 def swatch(style: LineStyle) -> str:

@@ -13,8 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline_lib.compare.read import Known
-from pipeline_lib.records.evaluation import DocumentScore
-from pipeline_lib.report.statistics import MIN_DOCUMENTS, TOO_FEW, DocumentLosses
+from pipeline_lib.records.evaluation import MIN_DOCUMENTS, DocumentScore
+from pipeline_lib.report.statistics import TOO_FEW, DocumentLosses
 
 PAIRED, UNPAIRED, UNKNOWN, BEST = "paired", "unpaired", "unknown", "best"
 OTHER_TOKENS = "their tokenizers differ, so a loss per token means something else"

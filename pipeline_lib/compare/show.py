@@ -34,19 +34,13 @@ def render(comparison: Comparison, verdict: str, width: int) -> Group:
     if notes := footnotes(comparison):
         parts.append(Text(""))
         parts += map(Text, notes)
-    alike = []
     for name, title in SECTIONS:
         rows: list[DifferingRow] = getattr(comparison.differences, name)
         if rows:
             parts += [Text(""), Text(title, "bold"), _differences(rows, comparison, width)]
-        elif name != "sources":  # most evaluations have no such losses
-            alike.append(title)
-    if alike:
-        parts += [Text(""), Text(f"No known difference in: {'; '.join(alike)}.")]
-    is_verdict = comparison.is_identical and len(comparison.names) == 2
-    if comparison.same_texts and not is_verdict:
+    if comparison.telling_texts:
         parts.append(Text(""))
-        parts += map(Text, comparison.same_texts)
+        parts += map(Text, comparison.telling_texts)
     if comparison.notes:
         parts += [Text(""), Text("Damaged or unreadable, and not used", "bold red")]
         parts += map(Text, comparison.notes)

@@ -13,6 +13,7 @@ from pipeline_lib.config.rope import ROPE
 from pipeline_lib.config.schema import Cluster, Config, HubRepository
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.config.stages import STAGES, Stage, kind_of, stage_of
+from pipeline_lib.config.strict_yaml import YamlDocument
 from pipeline_lib.config.sweep import collapsed
 from pipeline_lib.config.train import DEALING, PLACEMENT_KEYS, Train, read_train
 from pipeline_lib.core.errors import ConfigError
@@ -191,10 +192,16 @@ def open_sweep(
     refuse: Refuse = lambda _: None,
     learn: Learn = lambda _: None,
     overrides: Overrides = NONE_OVERRIDDEN,
+    document: YamlDocument | None = None,
 ) -> tuple[str, tuple[Experiment, ...], Halving | None]:
-    """Compile as `open_experiments`; return the file's name, experiments, and any halving."""
+    """Compile as `open_experiments`; return the file's name, experiments, and any halving.
+
+    `document` is a config that stands in no file; `config_path` then says what it is.
+    """
     checks = (lambda config: read_content(config, Path(), None), refuse)
-    loaded = load_sweep(config_path, overrides, [partial(_problems_of, check) for check in checks])
+    loaded = load_sweep(
+        config_path, overrides, [partial(_problems_of, check) for check in checks], document
+    )
     store.require_writable()
     configs = loaded.configs
     hashes = HashCache.load(store.remembered(HASHES_NAME), store.verified)

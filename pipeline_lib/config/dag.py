@@ -35,6 +35,7 @@ from pipeline_lib.config.halving import (
 from pipeline_lib.config.load import NONE_OVERRIDDEN, Overrides
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.stages import PRODUCTS, STAGES, is_of_base
+from pipeline_lib.config.strict_yaml import YamlDocument
 from pipeline_lib.core.errors import ConfigError, IntegrityError
 from pipeline_lib.core.files import (
     canonical_json,
@@ -51,6 +52,7 @@ OVERRIDES = "set"  # of Snakemake's `--config`: a list of `KEY=VALUE`
 COMMAND_VARIABLE = "QWEN3_RUN"  # for snakemake: the command of ours that started it
 FROZEN_VARIABLE = "PIPELINE_FROZEN_EXPERIMENT"
 DEFAULT_CONFIG = Path("config/config.yaml")
+MODULE_CONFIG = "the config of the module"
 RESULTS = Path("results")
 _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
 
@@ -108,6 +110,23 @@ class Dag:
         Raises ConfigError, HubError.
         """
         name, experiments, halving = open_sweep(path, store, refuse, learn, overrides)
+        return Dag(experiments, store, halving, name)
+
+    @staticmethod
+    def of_mapping(
+        keys: Mapping[str, object],
+        store: Store,
+        refuse: Refuse = lambda _: None,
+        learn: Learn = lambda _: None,
+    ) -> "Dag":
+        """Compile the config `keys`, which a workflow gives that uses this one as a module.
+
+        Raises as `open`.
+        """
+        document = YamlDocument(json.loads(json.dumps(keys)))
+        name, experiments, halving = open_sweep(
+            Path(MODULE_CONFIG), store, refuse, learn, document=document
+        )
         return Dag(experiments, store, halving, name)
 
     @property
@@ -319,6 +338,20 @@ class Dag:
             refs.append(self._owners(digest)[0].ref("plan"))
         return [str(self.store.pointer(ref)) for ref in refs]
 
+    def following(self, training: str) -> list[Spec]:
+        """Return what is made of the whole `training` and of no other, in order.
+
+        Those are its merges, the evaluations of the base model that its own are compared with, and
+        these.
+        """
+        placed = [spec for spec, _ in self._placed.values()]
+        merges = [spec for spec in placed if spec.stage == "merge" and _reads(spec, {training})]
+        merged = {spec.digest for spec in merges}
+        tuned = [spec for spec in placed if spec.stage == "evaluate" and _reads(spec, merged)]
+        compared = {ref.digest for spec in tuned for ref in spec.inputs.values()}
+        of_base = [spec for spec in placed if is_of_base(spec) and spec.digest in compared]
+        return [*merges, *of_base, *tuned]
+
     def unhashed_arguments(self, digest: str) -> list[str]:
         """Return the arguments by which `digest`'s rule passes what no digest has: `--where JSON`.
 
@@ -393,6 +426,11 @@ class Dag:
                     return spec
         text = f"{digest}: no stage of experiment {self.experiment.name!r}"
         raise IntegrityError(f"{text}; ask for its own targets")
+
+
+def _reads(spec: Spec, digests: Collection[str]) -> bool:
+    """Return whether one of `digests` is an input of `spec`."""
+    return any(ref.digest in digests for ref in spec.inputs.values())
 
 
 def link_results(experiment: Experiment, store: Store, results: Path = RESULTS) -> dict[str, Path]:

@@ -15,7 +15,7 @@ from pipeline_lib.config.findings import refusals
 from pipeline_lib.config.halving import Halving, halving_problems
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.schema_problems import key_in_file, schema_problems, with_place
-from pipeline_lib.config.strict_yaml import Keys, as_written, dotted, undotted
+from pipeline_lib.config.strict_yaml import Keys, YamlDocument, as_written, dotted, undotted
 from pipeline_lib.config.sweep import Variant, collapsed, name_by, put, read_sweep
 from pipeline_lib.core.errors import ConfigError
 
@@ -70,14 +70,18 @@ def load_configs(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, ...
 
 
 def load_sweep(
-    path: Path, overrides: Overrides = NONE_OVERRIDDEN, checks: Sequence[Check] = ()
+    path: Path,
+    overrides: Overrides = NONE_OVERRIDDEN,
+    checks: Sequence[Check] = (),
+    document: YamlDocument | None = None,
 ) -> LoadedConfig:
     """Load as `load_configs`, and also return the name and the halving settings of the file.
 
     Each of `checks` finds further problems of a config. A problem is left out if its key already
-    has one.
+    has one. A `document` is read in place of the file at `path`.
     """
-    document = strict_yaml.load(path)
+    if document is None:
+        document = strict_yaml.load(path)
     if document.value is None:
         raise ConfigError(str(path), ["holds no keys; config/config.yaml is an example"])
     problems = list(document.problems)

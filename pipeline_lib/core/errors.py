@@ -59,6 +59,10 @@ class HubError(PipelineError):
     exit_code = 69
 
 
+class HubOutOfReach(HubError):
+    """There is no way to a hub now: no network, or the offline mode of its client."""
+
+
 class TrainingError(PipelineError):
     """The numbers went wrong: a loss is not finite, or a merged model differs from training."""
 

@@ -16,6 +16,7 @@ from pipeline_lib.config.content import (
     DATA_SUFFIXES,
     GENERATION_NAME,
     HASHES_NAME,
+    LICENCE_FILES,
     RUNNING_PYTHON,
     HashCache,
     data_files,
@@ -137,7 +138,7 @@ def hub_model(job: Job) -> None:
     with _snapshot(
         job, Repository(source.source, "model", source.name), source.revision
     ) as snapshot:
-        names = [name for name in snapshot.files if is_model_file(name)]
+        names = [name for name in snapshot.files if is_model_file(name) or name in LICENCE_FILES]
         if missing := missing_model_files(names):
             raise DataError(
                 f"{snapshot}: it has no {', '.join(missing)}; another repository may have it "

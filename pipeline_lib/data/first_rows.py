@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pipeline_lib.config.schema import FileData
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.data.conversations import BadRow, Content, Reason, WrongFile
+from pipeline_lib.data.conversations import BadRow, Content, Reason, Text, WrongFile
 from pipeline_lib.data.layouts import layout_of, to_content
 from pipeline_lib.data.read_files import CorpusFile, rejected, value_of
 from pipeline_lib.data.read_json import RawRow
@@ -107,6 +107,62 @@ def first_rows(
                 layout = layout or layout_of(value, source)
                 found.append(of(to_content(value, layout)))
     return found, 1 / min(1.0, share) if share else 1.0
+
+
+@dataclass(frozen=True)
+class SeenRows:
+    """What the first rows of a file show: `rows` of them, which stand for `times` as many.
+
+    `bad` cannot be used, and `first_bad` says where the first of them is and why. `bytes_of` are
+    the UTF-8 bytes of the text of each of the others.
+    """
+
+    rows: int = 0
+    times: float = 1.0
+    bad: int = 0
+    first_bad: str = ""
+    bytes_of: tuple[int, ...] = ()
+
+
+def seen_rows(path: Path, source: FileData, most: int) -> SeenRows:
+    """Return what at most `most` rows at `path` show; none where the file cannot be read at all."""
+    reading = source.model_dump_json(include={"source", "path", "format", "columns", "roles"})
+    return _seen_rows(path, stamp_of(path), reading, most)
+
+
+@lru_cache(maxsize=1024)
+def _seen_rows(path: Path, _stamp: Stamp, reading: str, most: int) -> SeenRows:
+    """Return what the rows show, cached by the file's size and time: a sweep shares its files."""
+    source = FileData.model_validate_json(reading)
+    file = CorpusFile(path, own_keys=source.columns.values())
+    bytes_of = list[int]()
+    layout = None
+    read = 0
+    bad = 0
+    first_bad = ""
+    share = 1.0
+    with suppress(DataError, WrongFile, OSError):
+        for row in file:
+            offset = row.place.byte_offset
+            if read == most or (offset or 0) > MOST_BYTES:
+                share = file.fraction_read if offset is None else offset / _text_bytes(path)
+                break
+            read += 1
+            try:
+                value = value_of(row)
+                layout = layout or layout_of(value, source)
+                bytes_of.append(_bytes_of(to_content(value, layout)))
+            except BadRow as found:
+                bad += 1
+                first_bad = first_bad or _problem_of(row, found)
+    return SeenRows(read, 1 / min(1.0, share) if share else 1.0, bad, first_bad, tuple(bytes_of))
+
+
+def _bytes_of(content: Content) -> int:
+    """Return the bytes of a text, or of all messages."""
+    if isinstance(content, Text):
+        return len(content.text.encode(errors="replace"))
+    return sum(len(message["content"].encode(errors="replace")) for message in content.messages)
 
 
 def _text_bytes(path: Path) -> int:

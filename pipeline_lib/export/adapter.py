@@ -13,7 +13,7 @@ from pipeline_lib.arch.weight_files import ADAPTER
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import write_json
-from pipeline_lib.export.card import loading_code
+from pipeline_lib.export.card import HUBS, loading_code
 from pipeline_lib.export.write import Entry, finite, write_files
 
 # in the code that loads adapters on a model that no hub has
@@ -27,8 +27,7 @@ def export_adapter(
     """Write `out`/adapter: the `adapters` in fp32 under peft's names, and their config.
 
     Return hashes of its weights. `model` holds the base model's settings in the spec. The config
-    names the base model only if it is from Hugging Face. Raises TrainingError for a value that is
-    not finite.
+    names the base model if it is from a hub. Raises TrainingError for a value that is not finite.
     """
     from pipeline_lib.model.lora import lora_config  # loads peft
 
@@ -52,8 +51,10 @@ def export_adapter(
         train.lora, sorted({name.rpartition(".")[2] for name in modules if ".experts" not in name})
     )
     config.inference_mode = True
+    if model.get("source") in HUBS:
+        config.base_model_name_or_path = model.get("name")
     if model.get("source") == "huggingface":
-        config.base_model_name_or_path, config.revision = model.get("name"), model.get("revision")
+        config.revision = model.get("revision")
     settings: dict[str, Any] = config.to_dict()  # type: ignore[no-untyped-call]
     plain = dict(settings)
     for key, value in settings.items():

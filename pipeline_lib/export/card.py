@@ -6,11 +6,14 @@ column.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from pipeline_lib.config.content import LICENCE_FILES
 from pipeline_lib.config.rope import ROPE, rope_in
 from pipeline_lib.config.schema import VALIDATION_SOURCES
 from pipeline_lib.config.train import Train
@@ -37,6 +40,9 @@ from pipeline_lib.records.merge import Parity, Unproven
 from pipeline_lib.records.training import Training
 
 HUBS = ("huggingface", "modelscope")
+# The names that hubs have for licences, by words of their texts.
+_LICENCES = {"Apache License Version 2.0": "apache-2.0", "MIT License": "mit"}
+_OTHER = "other"
 MOST_ROWS = 40  # per table; lineage.json has all of them
 SHOWN = ("precision", "optimizer", "lr", "lr_schedule", "global_batch_tokens", "epochs", "seed")
 # of frozen weights
@@ -44,6 +50,14 @@ _DTYPES = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16", "fp32": "fl
 _HEAD = "lm_head"
 _MARKUP = str.maketrans({character: f"\\{character}" for character in "\\`*_[]|~#"})
 Rows = Iterable[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Licence:
+    """The licence of a base model: the name by which hubs know it, and its file."""
+
+    name: str
+    file: str
 
 
 def model_card(
@@ -56,11 +70,13 @@ def model_card(
     ledger: Ledger | None,
     beside: Sequence[str] = (),
     adapter_code: str = "",
+    licence: Licence | None = None,
 ) -> str:
     """Return README.md's text for the model folder `this`; `ledger` is None if it is not known.
 
     `beside` are the beginnings of the names of tensors that were copied from the base.
-    `adapter_code` is the `loading_code` of the adapters, if there are any.
+    `adapter_code` is the `loading_code` of the adapters, if there are any; `licence` is that of the
+    base, if its file is known.
     """
     made = {}
     for part in sorted(record.links, key=newest_first):
@@ -72,12 +88,14 @@ def model_card(
     steps = count(training.steps, "steps")
     tokens = count(training.supervised_tokens, "supervised tokens")
 
-    lines = _front_matter(base, made, model_type, train)
+    lines = _front_matter(base, made, model_type, train, licence)
     lines += [f"# {cell(base or model_type)}, fine-tuned", ""]
     lines.append(f"{_method(train)}, {steps}, {tokens}. {_proof(parity)}")
     lines += _stretched(made)
     lines += _untrained(beside)
     licences = "Licences are not recorded: those of the base model and of the data hold."
+    if licence is not None:
+        licences = f"`{licence.file}` is the base model's; the licences of the data hold too."
     lines += ["", f"{_judged(made)} {licences}", ""]
     lines += _calling(made)
     lines += _adapters(adapter_code)
@@ -144,10 +162,25 @@ def loading_code(train: Train, base: str, skipped: Sequence[str], is_stretched: 
     return "\n".join(lines)
 
 
-def adapter_card(code: str) -> str:
-    """Return the text of README.md for the folder of the adapters, which `code` loads."""
-    front = _front({"library_name": "peft", "pipeline_tag": "text-generation"})
-    return "\n".join(front + _adapters(code))
+def adapter_card(code: str, base: str | None = None) -> str:
+    """Return the text of README.md for the folder of the adapters, which `code` loads.
+
+    `base` is the name of the base model on its hub, if it is from one.
+    """
+    keys = {"library_name": "peft", "pipeline_tag": "text-generation"}
+    if base is not None:
+        keys |= {"base_model": base, "base_model_relation": "adapter"}
+    return "\n".join(_front(keys) + _adapters(code))
+
+
+def licence_of(folder: Path) -> Licence | None:
+    """Return the licence by its file in `folder`; None without one."""
+    for file in LICENCE_FILES:
+        if (folder / file).is_file():
+            text = " ".join((folder / file).read_text(errors="replace").split())
+            known = (name for words, name in _LICENCES.items() if words in text)
+            return Licence(next(known, _OTHER), file)
+    return None
 
 
 def _adapters(code: str) -> list[str]:
@@ -223,7 +256,11 @@ def base_model(record: Lineage) -> str | None:
 
 
 def _front_matter(
-    base: str | None, made: Mapping[str, Manifest], model_type: str, train: Train
+    base: str | None,
+    made: Mapping[str, Manifest],
+    model_type: str,
+    train: Train,
+    licence: Licence | None,
 ) -> list[str]:
     """Return the YAML front matter that hubs read."""
     data = [settings_in(manifest) for part, manifest in made.items() if part.startswith("data.")]
@@ -231,6 +268,10 @@ def _front_matter(
         data = data[: len(data) - settings_in(made["tokenize"]).get(VALIDATION_SOURCES, 0)]
     named = [str(settings.get("name")) for settings in data if settings.get("source") in HUBS]
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if licence is not None:
+        front["license"] = licence.name
+        if licence.name == _OTHER:
+            front |= {"license_name": "base-model", "license_link": licence.file}
     if base:
         front |= {"base_model": base, "base_model_relation": "finetune"}
     if named:

@@ -20,7 +20,7 @@ from pipeline_lib.arch.config_json import read_object, without_quantization
 from pipeline_lib.arch.generation_config import generation_config_of
 from pipeline_lib.arch.rope import stretched
 from pipeline_lib.arch.weight_files import INDEX_NAME, SINGLE_NAME
-from pipeline_lib.config.content import GENERATION_NAME, MEDIA_FILES, tokenizer_files
+from pipeline_lib.config.content import GENERATION_NAME, LICENCE_FILES, MEDIA_FILES, tokenizer_files
 from pipeline_lib.config.rope import Rope, rope_in
 from pipeline_lib.config.schema import Merge
 from pipeline_lib.config.section import read_settings
@@ -39,7 +39,7 @@ from pipeline_lib.data.chat_template import (
 from pipeline_lib.data.pool import Limits
 from pipeline_lib.data.template_worker import end_of_turn
 from pipeline_lib.export.adapter import ADAPTER_FOLDER, adapter_code, export_adapter
-from pipeline_lib.export.card import adapter_card, model_card
+from pipeline_lib.export.card import HUBS, adapter_card, licence_of, model_card
 from pipeline_lib.export.fold import Fold, plan_fold
 from pipeline_lib.export.proof import device_for, prove
 from pipeline_lib.export.write import Buffers, Entry, finite, write_files
@@ -85,7 +85,8 @@ def run(job: Job) -> dict[str, Any]:
         model = job.inputs["model"].manifest.spec["settings"]
         loading = adapter_code(base, model, train, rope)
         job.hashes.update(export_adapter(fold.trained.adapters, train, model, job.out))
-        write_text(job.out / ADAPTER_FOLDER / "README.md", adapter_card(loading))
+        hub_name = str(model["name"]) if model.get("source") in HUBS else None
+        write_text(job.out / ADAPTER_FOLDER / "README.md", adapter_card(loading, hub_name))
     keys = read_object(base / "config.json").keys() | read_tokenizer_config(base).keys()
     code = ", ".join(sorted(CODE_KEYS & keys))
     if code:
@@ -180,8 +181,8 @@ def _exported_config(base: Path, rope: Rope | None, dtype: torch.dtype | None) -
 
 
 def _copy_tokenizer(base: Path, out: Path) -> None:
-    """Copy the tokenizer's files, and those that read pictures and sounds, without code of theirs."""
-    for name in (*tokenizer_files(base), *MEDIA_FILES):
+    """Copy the tokenizer's files, those of pictures and sounds, and the licence, without code."""
+    for name in (*tokenizer_files(base), *MEDIA_FILES, *LICENCE_FILES):
         if name != GENERATION_NAME and (base / name).exists():
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(base / name, out / name)
@@ -277,6 +278,15 @@ def write_origin(
         if path.is_file() and describe_file(path) == manifest.files.get(LEDGER_NAME):
             ledger = read_record(Ledger, path)
     card = model_card(
-        job.spec.ref, model_type, train, training, parity, record, ledger, beside, loading
+        job.spec.ref,
+        model_type,
+        train,
+        training,
+        parity,
+        record,
+        ledger,
+        beside,
+        loading,
+        licence_of(job.out),
     )
     write_text(job.out / "README.md", card)

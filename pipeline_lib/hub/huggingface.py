@@ -39,7 +39,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers, parse_ratelimit_headers  # type: ignore[attr-defined]  # lazy
 from huggingface_hub.utils._runtime import is_xet_available
 
-from pipeline_lib.core.errors import HubError, PipelineError
+from pipeline_lib.core.errors import HubError, HubOutOfReach, PipelineError
 from pipeline_lib.hub.patience import BUSY_STATUSES, Busy, retry_after_s
 from pipeline_lib.hub.refusals import (
     Credentials,
@@ -190,7 +190,7 @@ class HuggingFace:
         page = f"{constants.ENDPOINT}/{'datasets/' if repository.kind == 'dataset' else ''}{repository.name}"
         credentials = self.credentials
         if isinstance(error, RevisionResolutionError):
-            return HubError(
+            return HubOutOfReach(
                 f"{repository}: offline, and the cache {constants.HF_HUB_CACHE} does not know this "
                 "revision; give `revision` a commit, or unset HF_HUB_OFFLINE"
             )

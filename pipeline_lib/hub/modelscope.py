@@ -13,6 +13,7 @@ was listed and fetched before needs no network. Tied to modelscope_hub 0.5: only
 interface lists files with their commits, and only a name inside `_download` can disable its bars.
 """
 
+import logging
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,8 @@ from pipeline_lib.hub.refusals import (
     refused,
 )
 from pipeline_lib.hub.repository import Arrived, RemoteFile, Repository, is_commit
+
+logging.getLogger("modelscope_hub").setLevel(logging.ERROR)  # else it tells each retry
 
 MAIN_BRANCH = "master"
 # symbolic link and submodule, in octal and in decimal

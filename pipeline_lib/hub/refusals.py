@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.request import getproxies
 
-from pipeline_lib.core.errors import DiskFull, HubError, PipelineError
+from pipeline_lib.core.errors import DiskFull, HubError, HubOutOfReach, PipelineError
 from pipeline_lib.core.files import is_disk_full
 from pipeline_lib.core.text import shortened
 from pipeline_lib.hub.repository import Repository
@@ -118,6 +118,7 @@ def broken(repository: Repository, error: BaseException, credentials: Credential
             "kept"
         )
     text = plain(str(error), credentials.token)
+    kind = HubError
     if "CERTIFICATE" in text.upper() or "SSL" in text.upper():
         what = "the mirror's address, the proxy, SSL_CERT_FILE and REQUESTS_CA_BUNDLE"
         remedy = f"the hub's TLS certificate is not trusted here: check {what}"
@@ -126,11 +127,12 @@ def broken(repository: Repository, error: BaseException, credentials: Credential
     elif "redirect" in text.lower():
         remedy = "the hub redirects in a circle: check the mirror's address"
     else:
+        kind = HubOutOfReach
         remedy = (
             "check the network, the proxy and the mirror's address; run again, what has "
             "arrived is kept"
         )
-    return HubError(f"{repository}: {type(error).__name__}: {text or 'no reason given'}; {remedy}")
+    return kind(f"{repository}: {type(error).__name__}: {text or 'no reason given'}; {remedy}")
 
 
 def plain(text: str, secret: str | None = None) -> str:

@@ -7,6 +7,9 @@ from pydantic import FiniteFloat, NonNegativeInt
 
 from pipeline_lib.records.record import Record
 
+# Held-out documents: with fewer, the longest ones dominate, and intervals come out too short.
+MIN_DOCUMENTS = 20
+
 EVALUATION_NAME = "metrics.json"
 SCORES_NAME = "scores.jsonl"
 GENERATIONS_NAME = "generations.jsonl"

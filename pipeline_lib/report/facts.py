@@ -169,6 +169,11 @@ class ReportFacts(Results):
         return [step for attempt, step in later if attempt not in self._continued]
 
     @property
+    def epoch_starts(self) -> list[int]:
+        """The first step of each epoch but the first."""
+        return [after.step for before, after in pairwise(self.steps) if after.epoch > before.epoch]
+
+    @property
     def validations(self) -> dict[int, float]:
         """The loss on the held-out blocks by the step after which it was measured, if finite."""
         losses = {}

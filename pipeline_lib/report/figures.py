@@ -49,14 +49,14 @@ def figures_of(facts: ReportFacts, curves: Curves) -> dict[str, Chart]:
         "figure-memory": memory_figure(facts.plan),
         "figure-ledger": ledger_figure(facts.ledger),
         "figure-lengths": lengths_figure(facts.ledger),
-        **training_figures(curves, facts.restart_steps, facts.validations),
+        **training_figures(curves, facts.restart_steps, facts.validations, facts.epoch_starts),
         "figure-scores": scores_figure(facts.scores),
     }
     return {name: chart for name, chart in drawn.items() if chart is not None}
 
 
 def ledger_figure(ledger: Ledger) -> Chart | None:
-    """Draw what happened to the rows of each source, as stacked bars."""
+    """Draw what happened to the rows of each source, as stacked bars; None if all were kept whole."""
     sources = ledger.sources[:MAX_BARS]
     by_source = [_fates(source) for source in sources]
     parts = []
@@ -68,7 +68,7 @@ def ledger_figure(ledger: Ledger) -> Chart | None:
             numbers = [each.get((kind, fate), 0) for each in by_source]
             unit = "rows" if fate.startswith("rows") else "samples"
             parts.append(BarSeries(fate, colour, numbers, unit))
-    if not parts:
+    if not parts or (len(parts) == 1 and len(sources) == 1):
         return None
     return stacked_bars(
         short_names([source.name for source in sources]),

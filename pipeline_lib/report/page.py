@@ -1,6 +1,7 @@
 """The content of an experiment's report page and its order."""
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -17,7 +18,8 @@ from pipeline_lib.report.charts import AMBER, BLUE, GREEN, GREY, PURPLE, RED, TE
 from pipeline_lib.report.curves import Curves
 from pipeline_lib.report.facts import ReportFacts
 from pipeline_lib.report.figures import figures_of
-from pipeline_lib.report.plan_check import SETTLING_STEPS, settled, verdict
+from pipeline_lib.report.plan_check import SETTLING_STEPS, settled, tally, verdict
+from pipeline_lib.report.settings import date_of, setting_rows
 from pipeline_lib.report.statistics import SampleEstimate, estimate_of
 
 LIMITS = {
@@ -58,6 +60,10 @@ def render(facts: ReportFacts, curves: Curves) -> str:
     values = {
         "facts": facts,
         "curves": curves,
+        "date": date_of(facts),
+        "settings": setting_rows(facts),
+        "next_commands": _next_commands(facts.experiment),
+        "lineage_gist": units.count(len(links), "stages"),
         "limits": LIMITS,
         "settling_steps": SETTLING_STEPS,
         "cost": _cost(facts),
@@ -80,13 +86,25 @@ def render(facts: ReportFacts, curves: Curves) -> str:
         "rank_warnings": list(facts.rank_use.warnings().values()),
         "ways": _way_rows(facts.plan),
         "compared": facts.compared,
-        "compared_text": verdict(facts.compared),
+        "compared_text": verdict(facts.compared).replace("`", ""),
+        "compared_gist": tally(facts.compared) if facts.compared else "",
         "settled_steps": len(settled(facts.planned_steps)),
         "attempts": facts.record.attempts[-LIMITS["attempts"] :],
         "events": events[-LIMITS["events"] :],
         "event_count": len(events),
     }
     return render_page("pipeline_lib.report", "page.html.jinja", figures_of(facts, curves), values)
+
+
+def _next_commands(experiment: str) -> list[tuple[str, str]]:
+    """Return commands with what each does, for the reader of the results."""
+    name = shlex.quote(experiment)
+    return [
+        (f"qwen3 chat {name}", "talk to the model; /base asks the base model"),
+        (f"qwen3 compare {name} OTHER", "whether the difference to another experiment is noise"),
+        (f"qwen3 trace {name}", "check what the model was made from"),
+        (f"cp -rL results/{name}/model FOLDER", "copy the model, to load, serve or share it"),
+    ]
 
 
 def _memory_of(plan: PlanDocument | None) -> str:

@@ -4,6 +4,7 @@ results/current/ is no Snakemake output. Every publish rewrites it, since DVC co
 and removes the model that was added for the previously recorded experiment.
 """
 
+import csv
 import shlex
 import sys
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ FOR_GIT = (
     CURRENT / "config.yaml",
     CURRENT / "metrics.json",
     CURRENT / "curves.csv",
+    CURRENT / "held_out.csv",
     CURRENT / f"{MODEL_NAME}.dvc",
     CURRENT / ".gitignore",
     Path("dvc.lock"),  # DVC updates it with every record
@@ -62,7 +64,10 @@ def best_of(dag: Dag) -> Experiment:
 
 
 def publish(experiment: Experiment, store: Store, target: Path = CURRENT) -> dict[Path, str]:
-    """Rewrite config.yaml, metrics.json and curves.csv in `target` atomically; return their texts.
+    """Rewrite config.yaml, metrics.json and two files of curves in `target`; return their texts.
+
+    Each is written atomically. held_out.csv has the steps of curves.csv after which it was
+    measured: DVC draws an empty value as 0.
 
     The caller holds the lock RECORDING. Raise IntegrityError if the experiment's report is not
     sealed, or is damaged.
@@ -70,17 +75,28 @@ def publish(experiment: Experiment, store: Store, target: Path = CURRENT) -> dic
     report = sealed_part(experiment, store, "report")
     head = f"# Experiment {experiment.name}"
     ran = settings_of_run(experiment.config)
+    curves = (report / CURVES_NAME).read_text(encoding="utf-8")
     texts = {
         "config.yaml": f"{head} as resolved, defaults included; every publish rewrites this file.\n"
         + yaml_of(resolved(experiment.config)),
         "metrics.json": json_text({**metrics_of(read_json(report / SUMMARY_NAME)), "ran": ran}),
-        "curves.csv": (report / CURVES_NAME).read_text(encoding="utf-8"),
+        "curves.csv": curves,
+        "held_out.csv": held_out_csv(curves),
     }
     drop_model(target)
     published = {target / name: text for name, text in texts.items()}
     for path, text in published.items():
         write_text(path, text)
     return published
+
+
+def held_out_csv(curves: str) -> str:
+    """Return the steps and the held-out losses of the CSV `curves`, where there are any."""
+    lines = ["step,held_out_loss"]
+    for row in csv.DictReader(StringIO(curves)):
+        if loss := row.get("held_out_loss"):
+            lines.append(f"{row['step']},{loss}")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def resolved(config: Config) -> dict[str, Any]:

@@ -9,13 +9,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline_lib.records.evaluation import DocumentScore, Score, Scores
+from pipeline_lib.records.evaluation import MIN_DOCUMENTS, DocumentScore, Score, Scores
 
 # Losses with standard errors. Held-out documents are treated as a random sample. A loss is a ratio
 # of sums over documents, with the standard error of a ratio estimate (Cochran, Sampling Techniques,
 # section 6.4, without the finite population correction). Intervals use Student's t distribution.
 
-MIN_DOCUMENTS = 20  # with fewer, the longest documents dominate, and intervals come out too short
 TOO_FEW = f"fewer than {MIN_DOCUMENTS} held-out documents are too few to tell"
 CONFIDENCE = 0.95
 

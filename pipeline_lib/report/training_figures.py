@@ -25,6 +25,7 @@ from pipeline_lib.report.charts import (
 from pipeline_lib.report.curves import GIB_OF_MB, Curves
 
 _BAND_ALPHA = 0.18
+_MOST_EPOCHS = 40  # more marks than that hide the curve
 _NATS = "{0.0000} nats/token"
 
 
@@ -46,9 +47,15 @@ class _StepAxis:
 
 
 def training_figures(
-    curves: Curves, restarts: Sequence[int], validations: Mapping[int, float]
+    curves: Curves,
+    restarts: Sequence[int],
+    validations: Mapping[int, float],
+    epochs: Sequence[int],
 ) -> dict[str, Chart]:
-    """Return the training figures with data, by element id; `restarts` begin later attempts."""
+    """Return the training figures with data, by element id.
+
+    `restarts` are the first steps of later attempts, `epochs` those of later epochs.
+    """
     if not len(curves.step):
         return {}
     first = int(curves.step[0])
@@ -60,7 +67,7 @@ def training_figures(
         Span(dimension="height", line_color=GREY, line_width=1, line_dash="dotted"),
     )
     drawn = {
-        "figure-loss": _loss(curves, restarts, validations, axis),
+        "figure-loss": _loss(curves, restarts, validations, epochs, axis),
         "figure-lr": _curve(curves, "lr", "learning rate", GREEN, "0.00e+0", axis),
         "figure-throughput": _curve(
             curves, "tokens_per_s", "tokens/s, all ranks", AMBER, "0,0", axis
@@ -77,9 +84,13 @@ def training_figures(
 
 
 def _loss(
-    curves: Curves, restarts: Sequence[int], validations: Mapping[int, float], axis: _StepAxis
+    curves: Curves,
+    restarts: Sequence[int],
+    validations: Mapping[int, float],
+    epochs: Sequence[int],
+    axis: _StepAxis,
 ) -> Chart | None:
-    """Draw raw, smoothed and held-out loss, with each restart, on linear and logarithmic scales."""
+    """Draw raw, smoothed and held-out loss, epochs and restarts, on linear and logarithmic scales."""
     if not np.isfinite(curves.loss).any():
         return None
     each = "each step"
@@ -87,10 +98,13 @@ def _loss(
         each = f"mean of {curves.steps_per_point} steps, from lowest to highest"
     legend = [
         (FAINT_BLUE, each),
-        (BLUE, f"moving average, half-life {curves.half_life_steps} steps"),
+        (BLUE, "training loss, smoothed"),
     ]
+    marked = epochs if len(epochs) <= _MOST_EPOCHS else ()
     if validations:
-        legend.append((AMBER, "held-out blocks"))
+        legend.append((AMBER, "held-out loss"))
+    if marked:
+        legend.append((GREY, "begin of an epoch"))
     if restarts:
         legend.append((RED, "restart"))
     columns = {
@@ -104,7 +118,7 @@ def _loss(
     held_out = ColumnDataSource({"step": list(validations), "loss": list(validations.values())})
     plots = []
     for is_log in (False, True):
-        plot = axis.plot(320, "training loss (nats per supervised token)", is_log)
+        plot = axis.plot(320, "loss (nats per supervised token)", is_log)
         plot.yaxis.formatter = NumeralTickFormatter(format="0.[00]")
         if curves.steps_per_point > 1:
             plot.varea("step", "low", "high", color=BLUE, fill_alpha=_BAND_ALPHA, source=source)
@@ -113,20 +127,20 @@ def _loss(
         tips = (("step", "@step{0,0}"), ("loss", f"@loss{_NATS}"), ("average", f"@smooth{_NATS}"))
         add_hover(plot, line, tips, mode="vline")
         if validations:
+            plot.line("step", "loss", color=AMBER, line_width=2, source=held_out)
             points = plot.scatter("step", "loss", color=AMBER, size=6, source=held_out)
             add_hover(plot, points, (("step", "@step{0,0}"), ("held-out loss", f"@loss{_NATS}")))
+        for step in marked:
+            plot.add_layout(_mark(step, GREY, "dotted"))
         for step in restarts:
-            plot.add_layout(
-                Span(
-                    location=step,
-                    dimension="height",
-                    line_color=RED,
-                    line_dash="dashed",
-                    line_width=1,
-                )
-            )
+            plot.add_layout(_mark(step, RED, "dashed"))
         plots.append(plot)
     return Chart(plots[0], tuple(legend), log_plot=plots[1])
+
+
+def _mark(step: int, colour: str, dash: str) -> Span:
+    """Return a vertical line at `step`."""
+    return Span(location=step, dimension="height", line_color=colour, line_dash=dash, line_width=1)
 
 
 def _curve(

@@ -101,6 +101,11 @@ class Site(Section):
         None, description="fast folder of each node, for temporary files and compiler caches"
     )
     short_stages_as_jobs: bool = Field(False, description="submit plan and report as jobs too")
+    one_job_per_training: bool = Field(
+        True,
+        description="the job of a training goes on with its merge and evaluation, which would wait "
+        "in the queue again as jobs of their own",
+    )
     hosts: tuple[str, ...] | str = Field(
         (),
         description="machines to train on without SLURM, as ssh knows them; or the path of a "

@@ -1,7 +1,7 @@
 """Compute how much the stages ask SLURM for; for the training, with the plan's own arithmetic."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -67,13 +67,18 @@ _UNKNOWN_WARNING_S = 300
 
 
 def training_request(
-    config: Config, plan: PlanDocument | None, nodes: list[NodeGroup], read_bytes: int = 0
+    config: Config,
+    plan: PlanDocument | None,
+    nodes: list[NodeGroup],
+    read_bytes: int = 0,
+    following: Sequence[JobRequest] = (),
 ) -> JobRequest:
     """Return the request of `config`'s training, which reads `read_bytes`; `plan` may be partial.
 
-    `plan` is its plan.json, as far as known. The run time is capped to the limit of `nodes`, unless
-    the config sets it: a longer run is saved there and queued again. Memory is capped to what the
-    nodes have only if it is a guess.
+    `plan` is its plan.json, as far as known. The job goes on with what would be jobs that request
+    `following`; for what they need beyond the nodes, the training does not wait. The run time is
+    capped to the limit of `nodes`, unless the config sets it: a longer run is saved there and
+    queued again. Memory is capped to what the nodes have only if it is a guess.
     """
     cluster = config.cluster
     memory_mb = _UNKNOWN_MB
@@ -90,6 +95,8 @@ def training_request(
         minutes += _UNKNOWN_MINUTES
     else:
         minutes += _AROUND_MINUTES + math.ceil(_MARGIN * way.run_s.high / _MINUTE_S)
+    # without the time to start and to wait for a lock, which the training has
+    minutes += sum(request.runtime_minutes - _STAGE_MINUTES for request in following)
     request = JobRequest(
         nodes=cluster.nodes,
         tasks_per_node=cluster.ranks_per_node,
@@ -102,6 +109,10 @@ def training_request(
     most = fitted(request, nodes)
     if plan is None and cluster.memory_gb is None:
         request = replace(request, memory_mb=most.memory_mb)
+    if cluster.memory_gb is None:
+        most_mb = max([request.memory_mb, *(each.memory_mb for each in following)])
+        most_mb = fitted(replace(request, memory_mb=most_mb), nodes).memory_mb
+        request = replace(request, memory_mb=max(request.memory_mb, most_mb))
     if cluster.runtime_minutes is None:
         request = replace(request, runtime_minutes=most.runtime_minutes)
     return replace(request, warning_s=warning_s(plan, request.runtime_minutes * _MINUTE_S))

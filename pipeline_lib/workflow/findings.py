@@ -24,6 +24,7 @@ from pipeline_lib.slurm.cluster import NodeGroup
 from pipeline_lib.slurm.request import JobRequest
 from pipeline_lib.slurm.site import Site
 from pipeline_lib.slurm.sizing import too_long_evaluation
+from pipeline_lib.workflow.rows import on_rows
 
 Ask = Callable[[Config], Iterable[Finding]]
 
@@ -43,6 +44,8 @@ def _of_one(config: Config, store: Store, ask: Ask) -> Iterator[Finding]:
         return
     yield from lacking_to_train(config, store)
     yield from warnings_of(config)
+    if not is_sealed(config, store, "tokenize"):
+        yield from on_rows(config)
     yield from on_steps(config, store)
     yield from on_memory(config, store)
     yield from on_evaluation(config, store)

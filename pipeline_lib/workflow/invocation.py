@@ -1,7 +1,7 @@
 """One call of snakemake, as its rules ask it: its experiments, what is told first, and refused."""
 
-from collections.abc import Callable, Iterable, MutableMapping
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.files import unwritable
 from pipeline_lib.core.stage import Say, say
-from pipeline_lib.core.store import Store
+from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.plan.known import learn_architecture
 from pipeline_lib.report.outcomes import LOGS
 from pipeline_lib.slurm.cluster import NodeGroup, read_groups
@@ -27,6 +27,13 @@ from pipeline_lib.workflow.findings import (
     findings_of,
     refuse_wrong,
 )
+
+WANTED_VARIABLE = "PIPELINE_WANTED_RULES"  # of the jobs: the rules that snakemake wants to run
+
+
+def rule_of(stage: str) -> str:
+    """Return the name of the rule that makes instances of `stage`."""
+    return f"{stage}_stage"
 
 
 class Workflow(Protocol):
@@ -73,20 +80,27 @@ class Workflow(Protocol):
         """What `--config` gave, as `config`."""
 
 
-def open_dag(workflow: Workflow, store: Store, environ: MutableMapping[str, str], tell: Say) -> Dag:
+def open_dag(
+    workflow: Workflow,
+    store: Store,
+    environ: MutableMapping[str, str],
+    tell: Say,
+    given: Mapping[str, object] | None = None,
+) -> Dag:
     """Return the experiments: compiled in the main process, else those that it has frozen.
 
+    `given` is the config of a workflow that uses this one as its module, None for a config file.
     Raises ConfigError for what is wrong in any case, HubError, IntegrityError, and OSError.
     """
     if not workflow.is_main_process and FROZEN_VARIABLE in environ:
         return Dag.thaw(Path(environ[FROZEN_VARIABLE]), store)
-    dag = Dag.compile(
-        [str(path) for path in workflow.overwrite_configfiles],
-        workflow.config_settings.config,
-        store,
-        lambda config: refuse_wrong(config, store),
-        lambda config: learn_architecture(config, store, tell),
-    )
+    refuse_here = partial(refuse_wrong, store=store)
+    learn = partial(learn_architecture, store=store, say=tell)
+    if given is None:
+        files = [str(path) for path in workflow.overwrite_configfiles]
+        dag = Dag.compile(files, workflow.config_settings.config, store, refuse_here, learn)
+    else:
+        dag = Dag.of_mapping(given, store, refuse_here, learn)
     _refuse_unwritable_folders(dag)
     environ[FROZEN_VARIABLE] = str(dag.frozen_path)
     return dag
@@ -124,6 +138,7 @@ class Invocation:
         self._has_begun = False
         self._said: set[Finding] = set()
         self._judged: set[tuple[str, str]] = set()  # by rule, and by name of the experiment
+        self._environ = environ
         self._this_machine = ThisMachine(environ)
         self._machines = TrainingMachines(environ, dag.store, tell)
 
@@ -131,6 +146,11 @@ class Invocation:
     def is_here(self) -> bool:
         """Whether stages run in this machine's cores, and not as jobs."""
         return self.workflow.local_exec and self.workflow.is_main_process
+
+    @property
+    def has_one_job_per_training(self) -> bool:
+        """Whether the job of a training of a cluster goes on with its merge and evaluation."""
+        return not self.workflow.local_exec and self.site.one_job_per_training
 
     @property
     def will_run(self) -> bool:
@@ -146,9 +166,13 @@ class Invocation:
         if not self.workflow.is_main_process or self.workflow.local_exec:
             return []
         # Imported here because only clusters need the plugin.
-        from pipeline_lib.slurm.plugin import outlive_a_silent_controller
+        from pipeline_lib.slurm.plugin import (
+            outlive_a_silent_controller,
+            submit_only_what_is_missing,
+        )
 
         outlive_a_silent_controller()
+        submit_only_what_is_missing()
         groups = read_groups()
         wait_for_jobs(self.dag.titles(), Path.cwd(), say)
         return groups
@@ -175,6 +199,20 @@ class Invocation:
             self.workflow.iocache.exists_local.update(hidden)
             # a listing of the folder would show them
             self.workflow.iocache.remaining_wait_time = 0
+
+    def note_wanted(self, rules: Iterable[str]) -> None:
+        """Tell the jobs which `rules` are about to run, by the environment that they inherit."""
+        self._environ[WANTED_VARIABLE] = ",".join(sorted(set(rules)))
+
+    def following(self, digest: str) -> list[Spec]:
+        """Return the stage instances that the job of the training `digest` goes on with.
+
+        Those are its merge and evaluation in a job of a cluster, as far as Snakemake wants them.
+        """
+        if not (self.workflow.remote_exec and self.site.one_job_per_training):
+            return []
+        wanted = self._environ.get(WANTED_VARIABLE, "").split(",")
+        return [spec for spec in self.dag.following(digest) if rule_of(spec.stage) in wanted]
 
     def stage_inputs(self, digest: str, *, is_to_rung: bool = False) -> list[str]:
         """Return the pointers that the stage instance `digest` reads or waits for.

@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.config.stages import OPENS_WEIGHTS, JobKind
+from pipeline_lib.config.stages import OPENS_WEIGHTS, STAGES, JobKind
 from pipeline_lib.launch.local_gpus import visible_gpus
 from pipeline_lib.plan.stages import TOKENIZE_CPUS
 from pipeline_lib.slurm.cluster import NodeGroup, fitted, groups_of
@@ -130,8 +130,25 @@ class Requests:
             config = self._dag.config_of(digest)
             known = sealed_plan(plan) if is_planned else self._foresight.plan_of(config)
             nodes = self._nodes(self._site.partition)
-            self._trainings[key] = training_request(config, known, nodes, read_bytes)
+            self._trainings[key] = training_request(
+                config, known, nodes, read_bytes, self._following(digest, read_bytes)
+            )
         return self._trainings[key]
+
+    def _following(self, digest: str, base_bytes: int) -> list[JobRequest]:
+        """Return what the stages would ask for that the training's job goes on with.
+
+        Each reads the model of `base_bytes` and what was trained of it, which is no larger.
+        """
+        if not self._invocation.has_one_job_per_training:
+            return []
+        config = self._dag.config_of(digest)
+        found = []
+        for spec in self._dag.following(digest):
+            kind = STAGES[spec.stage].job
+            if kind is not None:
+                found.append(stage_request(kind, config, self._dag.store, 2 * base_bytes))
+        return found
 
     def _bytes_read_by(self, digest: str, *, with_weights: bool) -> int:
         return sealed_bytes(self._dag.pointers_read_by(digest), with_weights)

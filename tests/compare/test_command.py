@@ -41,7 +41,7 @@ def test_the_answer_comes_first_then_the_numbers_then_what_differs(three: Store)
     rows = [line.split() for line in lines]
     assert ["train.lr", "0.003", "0.001", "0.01"] in rows  # the best first
     assert ["cluster.cpu_ranks", "2", "2", "4"] in rows
-    assert "No known difference in: Software of the training; Data; Plan." in done.stdout
+    assert "Software of the training" not in done.stdout
     assert max(map(len, lines)) <= 100
 
 
@@ -55,7 +55,7 @@ def test_two_are_told_with_their_interval_and_what_it_rests_on(three: Store) -> 
     assert re.search(
         r"lower, 95% interval 0\.15\d\d to 0\.17\d\d, on the same 287 held-out documents\.", said
     )
-    assert "demo-lr=0.01 and demo-lr=0.003 first differ at step 1." in said
+    assert "first differ" not in said
 
 
 def test_json_holds_what_the_text_says(three: Store) -> None:

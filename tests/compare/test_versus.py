@@ -23,8 +23,7 @@ from pipeline_lib.compare.ranking import (
 from pipeline_lib.compare.read import Known
 from pipeline_lib.compare.subjects import Subject
 from pipeline_lib.core.store import FileEntry, Manifest, Store
-from pipeline_lib.records.evaluation import DocumentScore
-from pipeline_lib.report.statistics import MIN_DOCUMENTS
+from pipeline_lib.records.evaluation import MIN_DOCUMENTS, DocumentScore
 from tests.compare.fakes import Samples, name_of
 from tests.complete import evaluation
 

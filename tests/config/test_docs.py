@@ -30,7 +30,7 @@ def test_the_schema_for_editors_is_the_present_one() -> None:
 
 
 def test_what_may_change_in_an_unfinished_run_is_listed() -> None:
-    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "resume.md").read_text(encoding="utf-8")
     listed = text.partition("and these keys of `train`:\n")[2].partition(
         "\n\nChanging anything else"
     )[0]

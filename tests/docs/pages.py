@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PROJECT = ("Snakefile", "workflow", "profiles", "slurm", "pipeline_lib")
+PROJECT = ("workflow", "profiles", "slurm", "pipeline_lib")
 CHINESE = ".zh-CN.md"
 ONLY_IN_CHINESE = "## 国内环境：ModelScope 与 SwanLab"
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")

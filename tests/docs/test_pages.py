@@ -47,7 +47,7 @@ def test_both_languages_have_the_same_code_numbers_and_links(page: str) -> None:
         (
             "chat demo",
             "chat demos",
-            "## Two commands: only in README.zh-CN.md: line of code '    qwen3",
+            "## Three commands: only in README.zh-CN.md: line of code '    qwen3",
         ),
         (
             "epochs: 2\n",
@@ -59,7 +59,7 @@ def test_both_languages_have_the_same_code_numbers_and_links(page: str) -> None:
             "docs/dat.md",
             "## Your own run: only in README.zh-CN.md: link 'docs/dat.md'",
         ),
-        ("## 承诺", "### 承诺", "the sections differ: "),
+        ("## 有测试保证的行为", "### 有测试保证的行为", "the sections differ: "),
     ],
 )
 def test_a_change_in_one_language_alone_is_named(old: str, new: str, what: str) -> None:
@@ -107,7 +107,7 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_commands_exist(page: str) -> None:
     makefile = read("Makefile")
     rules = "".join(path.read_text() for path in sorted(ROOT.glob("workflow/rules/*.smk")))
-    rules += read("Snakefile")
+    rules += read("workflow/Snakefile")
     for line in commands_of(read(page)):
         command = shlex.split(re.split(r" && | > ", line)[0])
         if command[0] == "make":
@@ -169,3 +169,9 @@ def test_each_language_links_to_the_other() -> None:
         assert f"]({name})" in read(chinese_of(page)).partition("\n## ")[0], chinese_of(page)
     translated = {page.replace(CHINESE, ".md") for page in PAGES if page.endswith(CHINESE)}
     assert translated == set(IN_TWO_LANGUAGES)
+
+
+def test_the_image_and_make_install_take_the_torch_of_the_constraints() -> None:
+    [pinned] = re.findall(r"^torch==([\d.]+)$", read("constraints.txt"), re.MULTILINE)
+    assert re.findall(r"torch==([\d.]+)", read("Makefile")) == [pinned]
+    assert re.findall(r"torch==([\d.]+)", read("Dockerfile")) == [pinned]

@@ -139,3 +139,13 @@ def test_the_plan_is_what_is_printed(page: str, printed_plan: set[str]) -> None:
     lines = [" ".join(line.split()) for line in shown[0].splitlines()]
     assert [line for line in lines if line not in printed_plan] == []
     assert len(lines) > 20
+
+
+@pytest.mark.parametrize("page", READMES)
+def test_the_memory_of_a_recipe_is_that_of_its_table(page: str) -> None:
+    recipes = read("docs/recipes.md")
+    shown = re.findall(r"\(config/recipes/([\w.-]+)\)[^|;]*?([\d.]+ GiB)", read(page))
+    assert len(shown) == 6
+    for recipe, memory in shown:
+        [row] = [line for line in recipes.splitlines() if line.startswith(f"| [{recipe}]")]
+        assert f"| {memory} (" in row, recipe

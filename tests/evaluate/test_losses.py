@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from pipeline_lib.report.statistics import MIN_DOCUMENTS, DocumentLosses, SampleEstimate, critical
+from pipeline_lib.records.evaluation import MIN_DOCUMENTS
+from pipeline_lib.report.statistics import DocumentLosses, SampleEstimate, critical
 
 
 def drawn(seed: int, documents: int = 100) -> DocumentLosses:

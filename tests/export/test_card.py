@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.store import Ref, Store
 from pipeline_lib.evaluate.answers import modes_of
-from pipeline_lib.export.card import MOST_ROWS, cell, model_card
+from pipeline_lib.export.card import MOST_ROWS, Licence, adapter_card, cell, licence_of, model_card
 from pipeline_lib.lineage.record import Lineage
 from pipeline_lib.records.data import Ledger
 from tests.complete import ledger, parity, source, training
@@ -29,10 +29,22 @@ ATTACKS = (
 )
 
 
-def page(made: Ledger | None, method: str = "full", model_type: str = "qwen3") -> str:
+def page(
+    made: Ledger | None,
+    method: str = "full",
+    model_type: str = "qwen3",
+    licence: Licence | None = None,
+) -> str:
     train = Train.model_validate({"method": method})
     return model_card(
-        Ref("merge", "0" * 16), model_type, train, training(), parity(), Lineage(), made
+        Ref("merge", "0" * 16),
+        model_type,
+        train,
+        training(),
+        parity(),
+        Lineage(),
+        made,
+        licence=licence,
     )
 
 
@@ -54,6 +66,31 @@ def test_a_hub_reads_what_it_wants_to_know(card: ModelCard) -> None:
     assert (told["library_name"], told["pipeline_tag"]) == ("transformers", "text-generation")
     assert told["tags"] == ["qwen3", "sft"]
     assert front_matter(ModelCard(page(None, "lora")))["tags"] == ["qwen3", "sft", "lora"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("Apache License\n   Version 2.0, January 2004", {"license": "apache-2.0"}),
+        (
+            "Qwen RESEARCH LICENSE",
+            {"license": "other", "license_name": "base-model", "license_link": "LICENSE"},
+        ),
+    ],
+)
+def test_a_hub_reads_the_licence_of_the_base(
+    tmp_path: Path, text: str, told: dict[str, str]
+) -> None:
+    assert licence_of(tmp_path) is None
+    (tmp_path / "LICENSE").write_text(text)
+    read = ModelCard(page(None, licence=licence_of(tmp_path)))
+    assert told.items() <= front_matter(read).items()
+    assert "`LICENSE` is the base model's" in read.text
+
+
+def test_the_card_of_adapters_names_their_base() -> None:
+    told = front_matter(ModelCard(adapter_card("code", "Qwen/Qwen3-8B")))
+    assert (told["library_name"], told["base_model"]) == ("peft", "Qwen/Qwen3-8B")
 
 
 def test_a_reader_finds_the_chain(card: ModelCard) -> None:

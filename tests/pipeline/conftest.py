@@ -32,7 +32,6 @@ BIN = Path(sys.executable).parent
 DEADLINE_S = 900.0
 DATA_STAGES = ("download", "tokenize", "shard")
 PARTS_OF_PROJECT = (
-    "Snakefile",
     "workflow",
     "pipeline_lib",
     "profiles",

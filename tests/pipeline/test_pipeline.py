@@ -210,7 +210,7 @@ from pathlib import Path
 from snakemake.api import SnakemakeApi
 from snakemake.settings.types import OutputSettings, ResourceSettings
 with SnakemakeApi(OutputSettings()) as api:
-    workflow = api.workflow(resource_settings=ResourceSettings(cores=1), snakefile=Path("Snakefile"))._workflow
+    workflow = api.workflow(resource_settings=ResourceSettings(cores=1), snakefile=Path("workflow/Snakefile"))._workflow
     print({name for name in workflow._localrules if name.endswith("_stage")})
 """
 

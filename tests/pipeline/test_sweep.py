@@ -180,7 +180,7 @@ from snakemake.api import SnakemakeApi
 from snakemake.settings.types import DAGSettings, OutputSettings, ResourceSettings
 with SnakemakeApi(OutputSettings()) as api:
     from pathlib import Path
-    workflow = api.workflow(resource_settings=ResourceSettings(cores=16), snakefile=Path("Snakefile"))
+    workflow = api.workflow(resource_settings=ResourceSettings(cores=16), snakefile=Path("workflow/Snakefile"))
     workflow.dag(DAGSettings()).summary()
     print({job.rule.name: job.threads for job in workflow._workflow.dag.jobs})
 """

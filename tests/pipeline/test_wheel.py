@@ -13,11 +13,12 @@ ROOT = Path(__file__).parents[2]
 CONFIG = """\
 experiment: small
 model: {source: tiny, vocab_tokens: 512, hidden_size: 32, layers: 2}
-data: {train: [{source: pydoc, max_rows: 100}]}
+data: {train: [{source: pydoc, max_rows: 100}], validation_fraction: 0.3}
 tokenize: {max_tokens: 256}
 shard: {block_tokens: 256}
 cluster: {gpus_per_node: 0, cpu_ranks: 1}
-train: {precision: fp32, global_batch_tokens: 2048, max_steps: 60}
+train: {precision: fp32, global_batch_tokens: 2048, max_steps: 4}
+evaluate: {generations: 1, max_new_tokens: 4}
 """
 
 
@@ -47,14 +48,17 @@ def installed(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_it_brings_the_rules(installed: Path, tmp_path: Path) -> None:
+def test_it_makes_a_project_and_runs_it(installed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "my.yaml").write_text(CONFIG)
+    run(installed / "qwen3", "init", "mine", cwd=tmp_path)
+    config = Path("config", "config.yaml")
+    checked = run(installed / "qwen3", "check", config, cwd=folder)
+    assert "no problems" in checked
+    (folder / config).write_text(CONFIG)
     where = run(
         installed / "python", "-c", "import pipeline_lib; print(pipeline_lib.__file__)", cwd=folder
     )
     assert str(installed.parent) in where
-    said = run(installed / "qwen3", "run", "my.yaml", "shard", cwd=folder)
+    said = run(installed / "qwen3", "run", config, cwd=folder)
     assert "small: shard (" in said
-    assert list((folder / "store" / "shard").glob("*.ok"))
+    assert (folder / "results" / "small" / "report.html").is_file()

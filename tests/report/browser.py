@@ -95,7 +95,10 @@ class Tab:
         return found["result"].get("value")
 
     def open(self, page: Path, width: int, dark: bool = False) -> None:
-        """Load the file `page` in a window `width` CSS pixels wide; `dark` is the reader's wish."""
+        """Load the file `page` in a window `width` CSS pixels wide, and unfold its parts.
+
+        `dark` is the reader's wish.
+        """
         self.send(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -106,6 +109,7 @@ class Tab:
         self.like("dark" if dark else "light")
         self.send("Page.navigate", url=page.as_uri())
         self.until("document.readyState === 'complete'")
+        self.ask("document.querySelectorAll('.fold').forEach((part) => { part.open = true; })")
 
     def like(self, scheme: str, media: str = "") -> None:
         """Change to the colour scheme `light` or `dark`, and to `media`: `print` or the screen."""

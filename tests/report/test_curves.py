@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,7 +51,8 @@ def test_a_long_run_keeps_its_mean_its_extremes_and_its_last_step(steps: int, li
     assert curves.low["loss"].min() == losses.min()
     sizes = np.diff(np.concatenate(([0], curves.step)))
     assert np.dot(curves.loss, sizes) == pytest.approx(losses.sum())
-    assert curves.loss_smooth[-1] == smoothed(losses, curves.half_life_steps)[-1]
+    half_life = curves.half_life_steps / width
+    assert curves.loss_smooth[-1] == smoothed(curves.loss, half_life)[-1]
 
 
 def test_missing_values_stay_missing() -> None:
@@ -63,14 +65,33 @@ def test_missing_values_stay_missing() -> None:
 def test_no_steps_make_empty_curves() -> None:
     curves = curves_of([])
     assert len(curves.step) == len(curves.loss) == len(curves.loss_smooth) == 0
-    assert curves_csv(curves) == "step,loss,lr,tokens_per_s,grad_norm,peak_memory_mb\n"
+    assert (
+        curves_csv(curves) == "step,loss,lr,tokens_per_s,grad_norm,peak_memory_mb,held_out_loss\n"
+    )
 
 
-def test_the_average_starts_at_the_first_value_and_halves_its_memory() -> None:
-    average = smoothed(np.array([4.0, math.nan, 4.0, 4.0]), half_life=3)
-    assert average.tolist() == pytest.approx([4.0] * 4)
-    step = smoothed(np.array([0.0] * 400 + [1.0] * 5), half_life=5)
-    assert step[-1] == pytest.approx(0.5, abs=1e-6)
+def test_a_smoothed_line_follows_a_straight_fall_from_its_first_value() -> None:
+    constant = smoothed(np.array([4.0, math.nan, 4.0, 4.0]), half_life=3)
+    assert constant.tolist() == pytest.approx([4.0] * 4)
+    falling = np.linspace(9.0, 1.0, 50)
+    assert smoothed(falling, half_life=3).tolist() == pytest.approx(falling.tolist())
+    assert smoothed(np.array([math.nan, 2.0]), half_life=1).tolist() == pytest.approx([2.0, 2.0])
+
+
+def test_a_smoothed_line_lies_between_the_points_of_a_noisy_fall() -> None:
+    noise = np.random.default_rng(0).normal(0.0, 0.3, 200)
+    points = 8 * np.exp(-np.arange(200) / 40) + noise
+    above = smoothed(points, half_life=2) > points
+    assert 0.3 < above[:50].mean() < 0.7
+    assert 0.3 < above[-50:].mean() < 0.7
+
+
+def test_the_held_out_loss_of_a_point_is_the_newest_of_its_steps() -> None:
+    steps = steps_with([3.0, 2.0, 1.5, 1.0])
+    validated = [replace(one, validation_loss=4.0 - one.step) for one in steps[:3]]
+    curves = curves_of([*validated, steps[3]], max_points=2)
+    assert curves.held_out_loss.tolist() == [2.0, 1.0]
+    assert np.isnan(curves_of(steps).held_out_loss).all()
 
 
 def test_csv_round_trips_and_leaves_unknown_values_empty() -> None:
@@ -81,6 +102,7 @@ def test_csv_round_trips_and_leaves_unknown_values_empty() -> None:
         "loss": "2.25",
         "lr": "0.001",
         "peak_memory_mb": "1000",
+        "held_out_loss": "",
         **unknown,
     }
     assert rows[1]["loss"] == ""

@@ -57,7 +57,8 @@ def test_one_stage_without_outs_and_nothing_but_the_record_is_compared() -> None
     assert stage["always_changed"] is True
     plotted = {path for plot in document["plots"] for path in [*plot.popitem()[1]["y"]]}
     assert {*document["params"], *document["metrics"], *plotted} == {
-        *("config/config.yaml", "results/current/metrics.json", "results/current/curves.csv"),
+        *("config/config.yaml", "results/current/metrics.json"),
+        *("results/current/curves.csv", "results/current/held_out.csv"),
     }
     assert document["artifacts"]["model"]["path"] == "results/current/model"
 
@@ -83,7 +84,7 @@ class Clone:
             "VIRTUAL_ENV",
         ):  # an environment that nobody activated is found too
             self.environment.pop(name, None)
-        for name in (*DVC_FILES, "config/config.yaml"):
+        for name in (*DVC_FILES, "config/config.yaml", "config/demo.jsonl"):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, root / name)
         for name, script in (("python", f'exec {sys.executable} "$@"'), ("snakemake", "exit 0")):

@@ -19,7 +19,15 @@ from pipeline_lib.config.train import RENAMED
 from pipeline_lib.core.errors import ConfigError, IntegrityError, PipelineError
 from pipeline_lib.core.store import Store
 from pipeline_lib.report import record
-from pipeline_lib.report.publish import CURRENT, FOR_GIT, print_summary, publish, resolved, yaml_of
+from pipeline_lib.report.publish import (
+    CURRENT,
+    FOR_GIT,
+    held_out_csv,
+    print_summary,
+    publish,
+    resolved,
+    yaml_of,
+)
 from tests.report.fakes import World, experiment_named, realistic_files
 
 
@@ -30,7 +38,7 @@ def contents(folder: Path) -> dict[str, str]:
 def test_publishes_the_small_results_and_nothing_else(finished: World, tmp_path: Path) -> None:
     target = tmp_path / "results" / "current"
     paths = publish(finished.experiment, finished.store, target)
-    names = ["config.yaml", "metrics.json", "curves.csv"]
+    names = ["config.yaml", "metrics.json", "curves.csv", "held_out.csv"]
     assert [path.name for path in paths] == names
     assert {path.name: text for path, text in paths.items()} == contents(target)
     published = contents(target)
@@ -48,6 +56,12 @@ def test_publishes_the_small_results_and_nothing_else(finished: World, tmp_path:
             "global_batch_tokens": 8192,
         },
     }
+
+
+def test_the_held_out_losses_stand_in_a_file_without_gaps() -> None:
+    curves = "step,loss,held_out_loss\n1,3.0,\n2,2.0,2.5\n3,1.0,\n"
+    assert held_out_csv(curves) == "step,held_out_loss\n2,2.5\n"
+    assert held_out_csv("step,loss\n1,3.0\n") == "step,held_out_loss\n"
 
 
 def test_a_model_added_for_the_experiment_before_goes_and_a_folder_of_the_user_stays(

@@ -16,7 +16,7 @@ from pipeline_lib.plan.answer import answer
 from pipeline_lib.plan.words import describe
 from pipeline_lib.records.record import to_json
 from pipeline_lib.report.charts import clip
-from pipeline_lib.report.curves import curves_of
+from pipeline_lib.report.curves import COLUMNS, curves_of
 from pipeline_lib.report.outcomes import tell_results
 from pipeline_lib.report.page import render
 from tests.plan.test_context_choice import asked
@@ -114,7 +114,7 @@ def test_writes_three_files_with_every_step_and_counts(finished: World) -> None:
     assert counts["page_bytes"] < 3_000_000
     with (folder / "curves.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["step", "loss", "lr", "tokens_per_s", "grad_norm", "peak_memory_mb"]
+    assert list(rows[0]) == ["step", *COLUMNS, "held_out_loss"]
     assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
 
 
@@ -139,14 +139,8 @@ def test_sections_stand_in_order_with_their_numbers(finished: World) -> None:
     page = page_of(finished)
     sections = [attributes["id"] for tag, attributes in page.elements if tag == "section"]
     assert sections == [
-        "plan",
-        "data",
-        "training",
-        "step",
-        "evaluation",
-        "faults",
-        "time",
-        "lineage",
+        *("settings", "training", "answers", "next"),
+        *("evaluation", "data", "plan", "steps", "faults", "time", "lineage"),
     ]
     marked = [
         attributes
@@ -168,7 +162,7 @@ def test_sections_stand_in_order_with_their_numbers(finished: World) -> None:
             "610.4 MiB",
             "8,192 tokens",
             "19.5 MiB, 16.0 MiB of it model state",
-            "583.8 MiB at the peak",
+            "not compared",
         ),
         "longer than 256 tokens",
         *(
@@ -191,6 +185,20 @@ def test_sections_stand_in_order_with_their_numbers(finished: World) -> None:
         ),
     ):
         assert shown in " ".join(page.text.split()), shown
+
+
+def test_the_settings_that_people_ask_for_stand_at_the_top(finished: World) -> None:
+    shown = text_of(finished)
+    for said in (
+        "Model tiny: built by the pipeline, 1.05 M parameters",
+        "Method all weights",
+        "Learning rate 0.003, cosine, warm-up 3.0%",
+        "Batch 8,192 tokens a step, packed into blocks of 256 tokens",
+        "Length 118 steps, 2 epochs",
+        "qwen3 compare demo OTHER",
+    ):
+        assert said in shown, said
+    assert shown.index("Method all weights") < shown.index("What to type next")
 
 
 def test_stages_stand_in_the_order_of_the_pipeline(finished: World) -> None:
@@ -271,7 +279,7 @@ def test_validation_and_skipped_steps_are_told(world: World) -> None:
     ):
         assert said in page.text
     drawn = (world.folder("report") / "report.html").read_text(encoding="utf-8")
-    assert "held-out blocks" in drawn
+    assert "held-out loss" in drawn
     with (world.folder("report") / "curves.csv").open(newline="") as file:
         assert list(csv.DictReader(file))[60]["loss"] == ""
 
@@ -347,9 +355,8 @@ def test_clipped_text_says_how_much_is_missing() -> None:
 def test_the_plan_is_held_against_what_came_of_it(finished: World) -> None:
     shown = text_of(finished)
     for said in (
-        "Plan and measurements",
+        "Plan against measurement",
         "12 of 12 ways to train fit, and this is the simplest one within 2% of the fastest",
-        "The other strategies fsdp, micro-batch 8 x accumulation 2",
         "What would help 3% of the tokens are padding",
         "7 of 8 figures are within their bands. Outside: update of a step, 78.3% above the band.",
         "time of a step 400 ms 340 ms to 460 ms 410 ms +2.5% yes",
@@ -418,8 +425,8 @@ def test_a_plan_that_earlier_code_made_is_not_shown_beside_its_training(world: W
     for way in (plan["prediction"], *plan["others"].values()):
         del way["words"]
     shown = text_of(world)
-    assert "Plan and measurements" not in shown
-    assert "118 optimizer steps, last loss" in shown
+    assert "Plan against measurement" not in shown
+    assert "118 optimizer steps, last training loss" in shown
     assert "Where the time of a step goes" not in shown
 
 

@@ -138,6 +138,18 @@ def test_offloading_asks_for_more_host_memory(store: Store) -> None:
     assert asked[1] > asked[0] + 60_000
 
 
+def test_a_job_that_goes_on_has_the_time_and_memory_of_what_follows(store: Store) -> None:
+    config = config_of()
+    plan = foreseen(config, store)
+    alone = training_request(config, plan, [])
+    merge = replace(alone, memory_mb=alone.memory_mb + 5000, runtime_minutes=40)
+    with_it = training_request(config, plan, [], following=[merge])
+    assert with_it.runtime_minutes == alone.runtime_minutes + 10
+    assert with_it.memory_mb == merge.memory_mb
+    node = replace(SMALL, memory_mb=alone.memory_mb + 1000)
+    assert training_request(config, plan, [node], following=[merge]).memory_mb == node.memory_mb
+
+
 def test_what_the_config_says_is_asked_for(store: Store) -> None:
     config = config_of(
         cluster={"gpus_per_node": 1, "memory_gb": 77, "runtime_minutes": 5, "cpus_per_rank": 3}

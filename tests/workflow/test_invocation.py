@@ -102,6 +102,27 @@ def test_all_trainings_of_a_sweep_are_refused_at_once_and_their_plans_are_not(fo
     assert [text.split()[1] for text in said] == ["ddp", "fsdp"]
 
 
+SWEEP = "sweep: {evaluate.generations: [1, 2]}\n"  # one training, and two evaluations of its model
+
+
+def test_a_job_of_a_cluster_goes_on_with_what_snakemake_wants_of_its_training(folder: Path) -> None:
+    main = invoked(folder, CONFIG + SWEEP, FakeWorkflow(local_exec=False), [])
+    training = main.dag.experiment.ref("train").digest
+    main.note_wanted(["train_stage", "merge_stage", "evaluate_stage", "all"])
+    environ = main._environ
+    in_job = FakeWorkflow(is_main_process=False, local_exec=False, remote_exec=True)
+
+    def following(site: Site) -> list[str]:
+        invocation = Invocation(in_job, main.dag, site, environ, print)
+        return [spec.stage for spec in invocation.following(training)]
+
+    assert following(Site()) == ["merge", *["evaluate"] * 4]  # two of them of the base model
+    assert following(Site(one_job_per_training=False)) == []
+    assert main.following(training) == []  # of a training on the machine of snakemake
+    main.note_wanted(["train_stage", "merge_stage"])
+    assert following(Site()) == ["merge"]
+
+
 def test_what_a_job_reads_again_tells_and_refuses_nothing(folder: Path) -> None:
     told: list[str] = []
     text = CONFIG.replace("max_steps: 12", "max_steps: 12, lr: 4.0")

@@ -5,7 +5,8 @@ import sys
 from functools import wraps
 from pathlib import Path
 
-sys.path.insert(0, workflow.basedir)
+LIBRARY = Path(str(workflow.current_basedir)).parents[1]
+sys.path.insert(0, str(LIBRARY))
 
 from pipeline_lib.config.dag import FROZEN_VARIABLE
 from pipeline_lib.config.stages import STAGES, onwards
@@ -46,7 +47,9 @@ def or_exit(function):
 
 STORE = Store.from_env(os.environ)
 SITE = or_exit(Site.load)(os.environ)
-EXPERIMENT = or_exit(open_dag)(workflow, STORE, os.environ, tell)
+# A workflow that uses this one as `module:` may give it a config; every other config is a file.
+GIVEN = config if workflow.modifier.skip_configfile else None
+EXPERIMENT = or_exit(open_dag)(workflow, STORE, os.environ, tell, GIVEN)
 INVOCATION = Invocation(workflow, EXPERIMENT, SITE, os.environ, tell)
 OPTIONS = or_exit(SbatchOptions)(workflow.resource_settings)
 REQUESTS = Requests(INVOCATION, OPTIONS, os.environ)
@@ -54,7 +57,7 @@ begin = or_exit(INVOCATION.begin)
 
 shell.prefix(
     shell_prefix(
-        Path(workflow.basedir),
+        LIBRARY,
         sys.executable,
         None if workflow.is_main_process else SITE,
     )
@@ -123,9 +126,22 @@ def stage_where(wildcards):
     return EXPERIMENT.unhashed_arguments(wildcards.digest)
 
 
+def report_labels(wildcards):
+    """What `snakemake --report` calls a page."""
+    return {"experiment": EXPERIMENT.config_of(wildcards.digest).experiment}
+
+
 def requeue_flag(wildcards):
     """A job that the profile submitted may queue itself again; of one that its user runs, that is for the user."""
     return "--requeue" if workflow.remote_exec else ""
+
+
+def following(wildcards):
+    """What the job of a training goes on with, so that it does not queue again."""
+    specs = INVOCATION.following(wildcards.digest)
+    return (
+        ["--then", *(STORE.spec_path(spec.digest) for spec in specs)] if specs else []
+    )
 
 
 def gpus_of(kind):

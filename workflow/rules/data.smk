@@ -13,6 +13,7 @@ rule download_stage:
         "logs/download/{digest}.log",
     benchmark:
         "logs/benchmark/download/{digest}.tsv"
+    localrule: True
     params:
         title=stage_title,
         spec=stage_spec,

@@ -36,6 +36,7 @@ checkpoint decide:
         f"{STORE.root}/{DECISIONS}/{{digest}}.json",
     log:
         "logs/decide/{digest}.log",
+    localrule: True
     params:
         frozen=os.environ[FROZEN_VARIABLE],
     message:

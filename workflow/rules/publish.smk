@@ -42,6 +42,7 @@ rule report_stage:
             f"{STORE.root}/report/{{digest}}.html",
             caption="../report/experiment.rst",
             category="Experiments",
+            labels=report_labels,
         ),
     log:
         "logs/report/{digest}.log",

@@ -26,6 +26,7 @@ rule rehearse:
         inputs_of_all(needed_for_report),
     log:
         "logs/rehearse.log",
+    localrule: True
     params:
         frozen=os.environ[FROZEN_VARIABLE],
     message:

@@ -38,8 +38,10 @@ rule train_stage:
         title=stage_title,
         spec=stage_spec,
         requeue=requeue_flag,
+        following=following,
     message:
         "{params.title}"
     shell:
         "python -m pipeline_lib train --spec {params.spec:q} --plan {input.plan:q} {params.requeue}"
+        " {params.following:q}"
         " --after {input:q} 2>&1 | log_to {log:q}"
