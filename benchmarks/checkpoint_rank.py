@@ -165,7 +165,7 @@ def disk(trainer: Trainer, folder: Path, size_bytes: int) -> dict[str, Any]:
 def measure(trainer: Trainer, given: dict[str, Any], folder: Path) -> None:
     """Report the steps, the saves and the disk."""
     first_s = trainer.take(1)
-    trainer.saver.tell()  # which begins to make the buffers
+    trainer.saver.emit_completed()  # which begins to make the buffers
     growth = None if trainer.saver.buffers is None else trainer.saver.buffers._growth
     start_s = time.perf_counter()
     growing_s = [] if growth is None else trainer.take(until_done=growth.done)

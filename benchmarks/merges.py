@@ -28,8 +28,9 @@ from pipeline_lib.data.blocks import Block
 from pipeline_lib.export.fold import Fold, plan_fold
 from pipeline_lib.export.merge import export
 from pipeline_lib.export.proof import Reference, differences, prove
-from pipeline_lib.model.batch import load_probe, loss_sum, make_batch, probe_logits, save_probe
+from pipeline_lib.model.batch import loss_sum, make_batch
 from pipeline_lib.model.build import DTYPES, build_trainable, prepare_layers
+from pipeline_lib.model.probe import load_probe, probe_logits, save_probe
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.records.merge import Parity

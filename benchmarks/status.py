@@ -18,7 +18,7 @@ from pipeline_lib.core.events import EventLog
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.lock import locked
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Store, write_manifest
-from pipeline_lib.slurm.job import queued_jobs
+from pipeline_lib.slurm.queue import queued_jobs
 from pipeline_lib.status.survey import Survey
 
 CONFIG = """\

@@ -450,4 +450,4 @@ def point_clients(hub: FakeHub, root: Path, monkeypatch: pytest.MonkeyPatch) -> 
     }
     for name, value in modelscope.items():
         monkeypatch.setattr(f"modelscope_hub.{name}", value)
-    monkeypatch.setattr("pipeline_lib.hub.repository.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("pipeline_lib.hub.patience.FIRST_WAIT_S", 0.01)

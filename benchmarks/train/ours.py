@@ -27,14 +27,15 @@ from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block
 from pipeline_lib.data.documents import Document
 from pipeline_lib.data.packing import pack
 from pipeline_lib.launch.ranks import StopRequest
-from pipeline_lib.model.batch import Batch, Portion, Prefetcher, make_batch
+from pipeline_lib.model.batch import Batch, BatchShare, make_batch
 from pipeline_lib.model.build import build_trainable
 from pipeline_lib.model.lora import draw_adapters
+from pipeline_lib.model.prefetch import Prefetcher
 from pipeline_lib.model.weights import materialise, put, whole
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.gpu_activity import StepProfiler
 from pipeline_lib.train.gpu_sampler import GpuSampler, gpu_sampler
-from pipeline_lib.train.mesh import portion_of
+from pipeline_lib.train.mesh import batch_share_of
 from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.strategies import make_strategy
 
@@ -99,14 +100,14 @@ def main() -> None:
         process_group(world, TIMEOUT_S),
         gpu_sampler(world.device if world.is_first else None) as sampler,
     ):
-        portion = portion_of(world, train)
+        share = batch_share_of(world, train)
         # of the ranks whose documents this one's group takes
-        first = portion.group * train.ranks_per_block
+        first = share.group * train.ranks_per_block
         documents = [
             documents_of(side.case, rank, side.steps + 1)
             for rank in range(first, first + train.ranks_per_block)
         ]
-        read = partial(_read, side.case, documents, train.micro_batch_blocks, portion)
+        read = partial(_read, side.case, documents, train.micro_batch_blocks, share)
         if world.is_first:
             say(side, "start", start_fields(world.device, getattr(train, "attention", "packed")))
         stepper = make_stepper(side, train, world)
@@ -117,12 +118,10 @@ def main() -> None:
 
 
 def _read(
-    case: Case, documents: list[list[list[Document]]], micro: int, portion: Portion, step: int
+    case: Case, documents: list[list[list[Document]]], micro: int, share: BatchShare, step: int
 ) -> list[Batch]:
     """Return this rank's micro-batches of `documents`' step, by rank of its group and step."""
-    return [
-        portion.of(batch) for mine in documents for batch in batches_of(case, mine[step], micro)
-    ]
+    return [share.of(batch) for mine in documents for batch in batches_of(case, mine[step], micro)]
 
 
 def _measure(side: Side, stepper: Stepper, prefetcher: Prefetcher, sampler: GpuSampler) -> None:

@@ -14,8 +14,8 @@ from pipeline_lib.core.files import read_json
 
 _FAMILIES = (QWEN3, QWEN3_5, LIKE_QWEN2)
 _BY_TYPE = {kind: family for family in _FAMILIES for kind in family.types}
-SUPPORTED = tuple(kind for family in _FAMILIES if family.is_trained for kind in family.types)
-PLANNED = tuple(kind for family in _FAMILIES if not family.is_trained for kind in family.types)
+SUPPORTED = tuple(kind for kind, family in _BY_TYPE.items() if family.is_trained)
+PLANNED = tuple(kind for kind, family in _BY_TYPE.items() if not family.is_trained)
 # Configs by model name in lower case, without the owner.
 PUBLISHED = {name: config for family in _FAMILIES for name, config in family.published.items()}
 # keys of models that take more than text
@@ -64,26 +64,22 @@ def checked_geometry(
     Raises DataError if it is malformed or of an unsupported model.
     """
     kind = config.get("model_type")
-    if kind not in (*SUPPORTED, *(PLANNED if may_be_planned else ())):
+    known = SUPPORTED + PLANNED if may_be_planned else SUPPORTED
+    if kind not in known:
         text = f"{origin}: model_type {short(kind)} is not one of {', '.join(SUPPORTED)}"
-        is_mixed = any(key in config for key in _OF_MEDIA)
-        media = (
-            ": it takes pictures, video or sound beside text, and only text is trained on"
-            if is_mixed
-            else ""
-        )
-        raise DataError(
-            f"{text}{media}; name a text model of the Qwen2, Qwen2.5, Qwen3 or Qwen3.5 series"
-        )
+        if any(key in config for key in _OF_MEDIA):
+            text += ": it takes pictures, video or sound beside text, and only text is trained on"
+        text += "; name a text model of the Qwen2, Qwen2.5, Qwen3 or Qwen3.5 series"
+        raise DataError(text)
     window = "sliding_window" if kind == "mistral" else "use_sliding_window"
     if config.get(window):
         value = str(config[window]).lower()
-        raise DataError(
-            f"{origin}: {window} is {value}, and packed blocks support whole documents only"
-        )
+        text = f"{origin}: {window} is {value}, and packed blocks support whole documents only"
+        raise DataError(text)
     family = family_in(config)
     try:
-        if problem := next(family.problems(config), None):
+        problem = next(family.problems(config), None)
+        if problem:
             raise DataError(f"{origin}: {problem}")
         return family.geometry(config)
     except KeyError as error:

@@ -23,22 +23,19 @@ NF4_BYTES = 0.5 + 1 / NF4_BLOCK + 4 / (256 * NF4_BLOCK)
 
 DELTA_CHUNK = 64  # tokens of a document that the gated delta rule takes at once (model/delta.py)
 
-# Which parameters `train.freeze` freezes.
-
 
 def frozen_names(names: Mapping[str, Iterable[str]], globs: Iterable[str]) -> set[str]:
-    """Return the keys of `names` that match one of `globs`.
+    """Return the keys of `names` that match one of `globs`, those of `train.freeze`.
 
     The values of `names` are the names that globs may match: two for a tied parameter. Raises
     DataError for a glob that matches nothing, and if no parameter is left to train.
     """
     frozen: set[str] = set()
     for glob in globs:
-        matched = {
-            name
-            for name, called in names.items()
-            if any(fnmatchcase(each, glob) for each in called)
-        }
+        matched = set()
+        for name, called in names.items():
+            if any(fnmatchcase(each, glob) for each in called):
+                matched.add(name)
         if not matched:
             near = get_close_matches(glob, names, n=3, cutoff=0.3) or list(names)[:3]
             raise DataError(
@@ -242,12 +239,12 @@ class Geometry:
         """Return how `model.rope` would give `tokens` positions; empty with a scaling already."""
         if self.scaling:
             return ""
-        original = (
-            self.max_positions / self.rope.factor
-            if self.rope
-            else original_positions(self.max_positions)
-        )
-        verb = "raise it to" if self.rope else "set"
+        if self.rope:
+            verb = "raise it to"
+            original = self.max_positions / self.rope.factor
+        else:
+            verb = "set"
+            original = original_positions(self.max_positions)
         factor = math.ceil(tokens / original)
         return f", or {verb} model.rope: {{type: yarn, factor: {factor:.1f}}}"
 
@@ -408,15 +405,15 @@ class Geometry:
                 shapes[f"{prefix}mlp.shared_expert_gate.weight"] = (1, self.hidden)
             if kind.is_recurrent and self.delta is not None:
                 of_delta = f"{prefix}linear_attn."
-                shapes |= {
-                    f"{of_delta}{name}": (self.delta.value_heads,) for name in ("dt_bias", "A_log")
-                }
+                shapes[f"{of_delta}dt_bias"] = (self.delta.value_heads,)
+                shapes[f"{of_delta}A_log"] = (self.delta.value_heads,)
                 shapes[f"{of_delta}conv1d.weight"] = (self.delta.channels, 1, self.delta.width)
                 shapes[f"{of_delta}norm.weight"] = (self.delta.value_dim,)
-            for norm in ("q_norm", "k_norm") if self.normed_heads and not kind.is_recurrent else ():
-                shapes[f"{prefix}self_attn.{norm}.weight"] = (self.head_dim,)
-            for norm in ("input_layernorm", "post_attention_layernorm"):
-                shapes[f"{prefix}{norm}.weight"] = (self.hidden,)
+            if self.normed_heads and not kind.is_recurrent:
+                shapes[f"{prefix}self_attn.q_norm.weight"] = (self.head_dim,)
+                shapes[f"{prefix}self_attn.k_norm.weight"] = (self.head_dim,)
+            shapes[f"{prefix}input_layernorm.weight"] = (self.hidden,)
+            shapes[f"{prefix}post_attention_layernorm.weight"] = (self.hidden,)
         shapes["model.norm.weight"] = (self.hidden,)
         return shapes if self.tied else shapes | {HEAD: (self.vocab, self.hidden)}
 
@@ -427,11 +424,10 @@ class Geometry:
         These are the linears, the token's experts, the routers and the head, but not the embedding
         lookup.
         """
-        linears = sum(
-            count * inputs * outputs
-            for kind, count in self.kinds.items()
-            for inputs, outputs in self.linears_of(kind).values()
-        )
+        linears = 0
+        for kind, count in self.kinds.items():
+            for inputs, outputs in self.linears_of(kind).values():
+                linears += count * inputs * outputs
         expert = 3 * self.hidden * self.expert_intermediate
         routed = self.experts_per_token * expert + self.experts * self.hidden
         if self.shared_expert:
@@ -461,22 +457,20 @@ class Geometry:
         return self._adapter_parameters(lora, self.experts_per_token)
 
     def _adapter_parameters(self, lora: Lora, experts: int) -> int:
-        of_linears = sum(
-            self.layers_with(name)
-            * (lora.rank * (inputs + outputs) + (outputs if lora.dora else 0))
-            for name, (inputs, outputs) in self.adapted_linears(lora).items()
-        )
-        of_experts = sum(
-            lora.rank * (inputs + outputs)
-            for inputs, outputs in self.adapted_experts(lora).values()
-        )
+        of_linears = 0
+        for name, (inputs, outputs) in self.adapted_linears(lora).items():
+            of_one = lora.rank * (inputs + outputs)
+            if lora.dora:
+                of_one += outputs
+            of_linears += self.layers_with(name) * of_one
+        widths = sum(inputs + outputs for inputs, outputs in self.adapted_experts(lora).values())
+        of_experts = lora.rank * widths
         return of_linears + len(self.expert_layers) * experts * of_experts
 
     def adapted_experts(self, lora: Lora) -> dict[str, tuple[int, int]]:
         """Return (inputs, outputs) of the matrices of an expert that get adapters."""
-        return {
-            name: widths for name, widths in self._of_experts.items() if name in lora.of_experts
-        }
+        adapted = self._of_experts.keys() & lora.of_experts
+        return {name: self._of_experts[name] for name in self._of_experts if name in adapted}
 
     @property
     def _of_experts(self) -> dict[str, tuple[int, int]]:
@@ -490,11 +484,11 @@ class Geometry:
         """Return how many parameters of the base are kept in 4 bits: dense layers' linears."""
         if train.method != "lora" or train.lora.base != "nf4":
             return 0
-        return sum(
-            self.layers_with(name) * inputs * outputs
-            for name, (inputs, outputs) in self.linears.items()
-            if name not in OF_HEADS
-        )
+        quantized = 0
+        for name, (inputs, outputs) in self.linears.items():
+            if name not in OF_HEADS:
+                quantized += self.layers_with(name) * inputs * outputs
+        return quantized
 
     def adapted_linears(self, lora: Lora) -> Mapping[str, tuple[int, int]]:
         """Return the entries of `linears` that get adapters; with experts, none of MLPs."""
@@ -503,9 +497,8 @@ class Geometry:
             names.difference_update(OF_HEADS)
             if self.expert_layers:
                 names -= set(_MLP)
-            self._adapted[lora.targets] = {
-                name: self.linears[name] for name in self.linears if name in names
-            }
+            found = {name: widths for name, widths in self.linears.items() if name in names}
+            self._adapted[lora.targets] = found
         return self._adapted[lora.targets]
 
     @cached_property
@@ -522,9 +515,8 @@ class Geometry:
         if train.method == "lora":
             return self.adapter_parameters(train.lora)
         shapes = self.shapes()
-        return self.parameters - sum(
-            math.prod(shapes[name]) for name in frozen_parameters(self, train)
-        )
+        frozen = sum(math.prod(shapes[name]) for name in frozen_parameters(self, train))
+        return self.parameters - frozen
 
     def is_head(self, name: str) -> bool:
         """Return True if the parameter `name` is the head, or an embedding tied to it."""
@@ -564,13 +556,12 @@ def step_flops(
     `supervised_tokens` only, since no other tokens reach it; None means all tokens. The backward
     pass is counted down to the first layer, even if frozen layers let it stop earlier.
     """
-    attention = (
-        6.0 * geometry.attention_layers * geometry.heads * geometry.head_dim * squared_lengths
-    )
+    heads = geometry.attention_layers * geometry.heads
+    attention = 6.0 * heads * geometry.head_dim * squared_lengths
     without_head = 0 if supervised_tokens is None else tokens - supervised_tokens
     # The head never has an adapter.
     is_frozen = train.method == "lora" or any(
-        geometry.is_head(name) for name in frozen_parameters(geometry, train)
+        map(geometry.is_head, frozen_parameters(geometry, train))
     )
     of_head = (4.0 if is_frozen else 6.0) * geometry.vocab * geometry.hidden
     linear = flops_per_token(geometry, train) * tokens - of_head * without_head
@@ -582,16 +573,17 @@ def step_flops(
 def flops_per_token(geometry: Geometry, train: Train) -> float:
     """Return the FLOPs per token of matmuls with weights, forward and backward."""
     if train.method == "lora":
-        return 4.0 * geometry.matmul_parameters + 6.0 * geometry.adapter_matmul_parameters(
-            train.lora
-        )
+        adapters = geometry.adapter_matmul_parameters(train.lora)
+        return 4.0 * geometry.matmul_parameters + 6.0 * adapters
     shapes = geometry.shapes()
-    used = geometry.experts_per_token / geometry.experts if geometry.experts else 1.0
-    frozen = sum(
-        math.prod(shapes[name]) * (used if ".experts." in name else 1.0)
-        for name in frozen_parameters(geometry, train)
-        if len(shapes[name]) > 1 and (name != EMBEDDING or geometry.is_head(name))
-    )
+    frozen = 0.0  # of those that a token is multiplied by
+    for name in frozen_parameters(geometry, train):
+        is_lookup = name == EMBEDDING and not geometry.is_head(name)
+        if len(shapes[name]) < 2 or is_lookup:
+            continue
+        is_of_experts = ".experts." in name
+        used = geometry.experts_per_token / geometry.experts if is_of_experts else 1.0
+        frozen += math.prod(shapes[name]) * used
     return 6.0 * geometry.matmul_parameters - 2.0 * frozen
 
 
@@ -602,7 +594,7 @@ def frozen_parameters(geometry: Geometry, train: Train) -> frozenset[str]:
 
 @lru_cache(maxsize=4)  # a plan asks thousands of times about one model
 def _frozen(geometry: Geometry, globs: tuple[str, ...]) -> frozenset[str]:
-    names = {
-        name: (name, HEAD) if geometry.is_head(name) else (name,) for name in geometry.shapes()
-    }
+    names = {}
+    for name in geometry.shapes():
+        names[name] = (name, HEAD) if geometry.is_head(name) else (name,)
     return frozenset(frozen_names(names, globs))

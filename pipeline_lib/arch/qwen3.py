@@ -109,16 +109,19 @@ def _config(series: str, size: str, values: _Size, positions: int) -> dict[str, 
     return config
 
 
-# Configs by model name in lower case, without the owner.
-_PUBLISHED = {
-    f"{series}-{size}{variant}": _config(series, size, sizes[size], positions)
-    for series, (sizes, variants) in _SERIES.items()
-    for variant, by_size in variants.items()
-    for size, positions in by_size.items()
-}
+def _published() -> dict[str, dict[str, Any]]:
+    """Return the configs by name in lower case, without the owner: `qwen2.5-7b-instruct`."""
+    published = {}
+    for series, (sizes, variants) in _SERIES.items():
+        for variant, by_size in variants.items():
+            for size, positions in by_size.items():
+                name = f"{series}-{size}{variant}"
+                published[name] = _config(series, size, sizes[size], positions)
+    return published
 
 
-# Sizes from config.json.
+_PUBLISHED = _published()
+
 
 _TYPES = ("qwen2", "qwen3", "qwen3_moe")
 _LIKE_QWEN2 = ("llama", "mistral")  # have the layers of Qwen2 without biases
@@ -144,11 +147,10 @@ def _geometry(config: Config) -> Geometry:
     step = config.get("decoder_sparse_step", 1)
     plain = config.get("mlp_only_layers") or ()
     # By transformers' rule.
-    expert_layers = [
-        layer
-        for layer in range(layers)
-        if experts and layer not in plain and (layer + 1) % step == 0
-    ]
+    expert_layers = []
+    if experts:
+        every = range(step - 1, layers, step)
+        expert_layers = [layer for layer in every if layer not in plain]
     # Qwen2's q, k and v always have a bias; later models have one in all four of attention, or
     # none.
     biased: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -184,11 +186,9 @@ def _problems(config: Config) -> Iterator[str]:
     has_experts = config["model_type"] == "qwen3_moe"
     values = {key: config[key] for key in (*_SIZES, *(_EXPERT_SIZES if has_experts else ()))}
     # For these keys null means the default, as in transformers.
-    values |= {
-        key: config[key]
-        for key in ("num_key_value_heads", "head_dim")
-        if config.get(key) is not None
-    }
+    for key in ("num_key_value_heads", "head_dim"):
+        if config.get(key) is not None:
+            values[key] = config[key]
     values |= {key: config[key] for key in ("max_position_embeddings",) if key in config}
     if has_experts:
         experts = "num_local_experts" if "num_local_experts" in config else "num_experts"

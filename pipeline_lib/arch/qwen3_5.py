@@ -33,16 +33,17 @@ _SIZES: dict[str, _Size] = {
     "qwen3.5-9b": (4096, 12288, 32, 16, 4, 32, False),
     "qwen3.5-27b": (5120, 17408, 64, 24, 4, 48, False),
 }
-_SIZES |= {
-    f"{name}-base": _SIZES[name]
-    for name in ("qwen3.5-0.8b", "qwen3.5-2b", "qwen3.5-4b", "qwen3.5-9b")
-}
-_SIZES |= dict.fromkeys(("qwen3.6-27b", "qwen3.8-27b"), _SIZES["qwen3.5-27b"])
+for _name in ("qwen3.5-0.8b", "qwen3.5-2b", "qwen3.5-4b", "qwen3.5-9b"):
+    _SIZES[f"{_name}-base"] = _SIZES[_name]
+for _name in ("qwen3.6-27b", "qwen3.8-27b"):
+    _SIZES[_name] = _SIZES["qwen3.5-27b"]
 # 35B-A3B: scripts/models/qwen3.5-35B-A3B.sh; these are transformers' defaults too.
 _A3B: _Size = (2048, 512, 40, 16, 2, 32, False)
 _EXPERTS = {
-    **{"num_experts": 256, "num_experts_per_tok": 8},
-    **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
 }
 
 
@@ -72,12 +73,11 @@ def _text(config: Config) -> Config:
     kind = str(config["model_type"])
     if kind.endswith(_TEXT):
         return config
-    tied = (
-        {"tie_word_embeddings": config["tie_word_embeddings"]}
-        if "tie_word_embeddings" in config
-        else {}
-    )
-    return {"model_type": f"{kind}{_TEXT}", **tied, **config["text_config"]}
+    text: dict[str, Any] = {"model_type": f"{kind}{_TEXT}"}
+    if "tie_word_embeddings" in config:
+        text["tie_word_embeddings"] = config["tie_word_embeddings"]
+    text.update(config["text_config"])
+    return text
 
 
 # The keys of transformers' Qwen3_5TextConfig and Qwen3_5MoeTextConfig that are sizes, with the
@@ -99,21 +99,27 @@ def _has_experts(text: Config) -> bool:
 
 
 def _numbers(text: Config) -> dict[str, Any]:
-    has_experts = _has_experts(text)
-    needed = (*_NEEDED, *(_EXPERTS if has_experts else ("intermediate_size",)))
-    defaults = {**_DEFAULTS, **({"num_key_value_heads": 2} if has_experts else {})}
-    return {key: text[key] for key in needed} | {
-        key: text.get(key, value) for key, value in defaults.items()
-    }
+    defaults = dict(_DEFAULTS)
+    numbers = {key: text[key] for key in _NEEDED}
+    if _has_experts(text):
+        defaults["num_key_value_heads"] = 2
+        numbers |= {key: text[key] for key in _EXPERTS}
+    else:
+        numbers["intermediate_size"] = text["intermediate_size"]
+    for key, value in defaults.items():
+        numbers[key] = text.get(key, value)
+    return numbers
 
 
 def _layer_types(config: Config) -> list[str]:
-    given = config.get("layer_types")
+    given: list[str] = config.get("layer_types") or []
+    if given:
+        return given
     interval = config.get("full_attention_interval", _INTERVAL)
-    layers = config["num_hidden_layers"]
-    return given or [
-        _ATTENDING if (layer + 1) % interval == 0 else _RECURRENT for layer in range(layers)
-    ]
+    types = [_RECURRENT] * config["num_hidden_layers"]
+    for layer in range(interval - 1, len(types), interval):
+        types[layer] = _ATTENDING
+    return types
 
 
 def _problems(config: Config) -> Iterator[str]:
@@ -122,12 +128,11 @@ def _problems(config: Config) -> Iterator[str]:
         return
     text = _text(config)
     numbers = _numbers(text)
-    numbers |= {
-        key: text[key]
-        for key in ("max_position_embeddings", "full_attention_interval")
-        if key in text
-    }
-    if wrong := list(wrong_numbers(numbers)):
+    for key in ("max_position_embeddings", "full_attention_interval"):
+        if key in text:
+            numbers[key] = text[key]
+    wrong = list(wrong_numbers(numbers))
+    if wrong:
         yield from wrong
         return
     yield from wrong_heads(numbers)
@@ -137,15 +142,15 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"linear_num_key_heads: {keys} does not divide linear_num_value_heads, {values}"
     types = text.get("layer_types")
     layers = numbers["num_hidden_layers"]
-    if types is not None and (
-        not isinstance(types, list)
-        or len(types) != layers
-        or not set(types) <= {_RECURRENT, _ATTENDING}
-    ):
-        yield (
-            f"layer_types: {short(types)} is no list of {_RECURRENT} and {_ATTENDING} for "
-            f"{layers} layers"
-        )
+    if types is not None and not _are_layer_types(types, layers):
+        kinds = f"{_RECURRENT} and {_ATTENDING}"
+        yield f"layer_types: {short(types)} is no list of {kinds} for {layers} layers"
+
+
+def _are_layer_types(value: Any, layers: int) -> bool:
+    if not isinstance(value, list) or len(value) != layers:
+        return False
+    return set(value) <= {_RECURRENT, _ATTENDING}
 
 
 def _geometry(config: Config) -> Geometry:

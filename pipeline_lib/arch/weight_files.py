@@ -7,12 +7,10 @@ since a pickle can run code.
 import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from pipeline_lib.arch.config_json import read_object
@@ -111,7 +109,7 @@ def read_headers(path: Path) -> list[Header]:
         ) as checked:  # the header is whole and describes all of the file
             names = list(checked.keys())
         with path.open("rb") as file:
-            entries, begin = _read_layout(file)
+            entries, begin = read_layout(file)
     except (OSError, SafetensorError) as error:
         raise DataError(
             f"{path}: cannot be read as safetensors ({error}); get the model again"
@@ -127,7 +125,7 @@ def read_headers(path: Path) -> list[Header]:
     return headers
 
 
-def _read_layout(file: BinaryIO) -> tuple[dict[str, Any], int]:
+def read_layout(file: BinaryIO) -> tuple[dict[str, Any], int]:
     """Return what a safetensors header says of each tensor, and where the data begins."""
     (header_bytes,) = struct.unpack("<Q", file.read(8))
     entries = json.loads(file.read(header_bytes))
@@ -166,10 +164,8 @@ def copies_of(
     shape: tuple[int, ...], names: Sequence[str], stored: Mapping[str, Header]
 ) -> list[list[Piece]]:
     """Return a parameter's pieces of `shape` for each stored one of `names`, or else the first."""
-    return [
-        _pieces(name, shape, stored)
-        for name in [name for name in names if name in stored] or names[:1]
-    ]
+    there = [name for name in names if name in stored]
+    return [_pieces(name, shape, stored) for name in there or names[:1]]
 
 
 def _pieces(name: str, shape: tuple[int, ...], stored: Mapping[str, Header]) -> list[Piece]:
@@ -183,11 +179,13 @@ def _pieces(name: str, shape: tuple[int, ...], stored: Mapping[str, Header]) -> 
         return [Piece(name, (0,) * len(shape), shape)]
     parts = _FUSED_EXPERTS[last]
     rows = shape[1] // len(parts)
-    return [
-        Piece(f"{stem}.{expert}.{part}.weight", (expert, number * rows, 0), (1, rows, shape[2]))
-        for expert in range(shape[0])
-        for number, part in enumerate(parts)
-    ]
+    pieces = []
+    for expert in range(shape[0]):
+        for number, part in enumerate(parts):
+            offsets = (expert, number * rows, 0)
+            name = f"{stem}.{expert}.{part}.weight"
+            pieces.append(Piece(name, offsets, (1, rows, shape[2])))
+    return pieces
 
 
 def refuse_misfit(
@@ -224,42 +222,3 @@ def refuse_unreadable_kinds(headers: Iterable[Header]) -> None:
             raise DataError(
                 f"{header.path}: {header.name} is stored as {header.kind}, not one of {known}"
             )
-
-
-# Search for weights that are not finite, without torch: all bits of their exponent are set.
-
-# By element type: the unsigned integer type of the same width, and the mask of the exponent's bits.
-_EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}
-_CHUNK_BYTES = 1 << 20
-_FILES_AT_ONCE = 8
-
-
-def refuse_not_finite(folder: Path) -> None:
-    """Raise DataError naming the first tensor of each file with a value that is NaN or infinite.
-
-    Reads all weights of `folder`, using some tens of MB of memory. The headers must have been
-    checked before.
-    """
-    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        places = list(pool.map(_first_not_finite, weight_files(folder, read_index(folder))))
-    if problems := [place for place in places if place is not None]:
-        raise DataError(f"{'; '.join(problems)}: holds values that are not finite, which no "
-        "training mends; get the "
-                        "model again, or take another")  # fmt: skip
-
-
-def _first_not_finite(path: Path) -> str | None:
-    """Return the file and name of the first tensor with such a value; None if there is none."""
-    with path.open("rb") as file:
-        entries, data_begin = _read_layout(file)
-        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-            begin, end = entry["data_offsets"]
-            kind, exponent = _EXPONENTS[entry["dtype"]]
-            file.seek(data_begin + begin)
-            for chunk_begin in range(begin, end, _CHUNK_BYTES):
-                chunk = np.fromfile(
-                    file, kind, min(_CHUNK_BYTES, end - chunk_begin) // np.dtype(kind).itemsize
-                )
-                if (chunk & chunk.dtype.type(exponent)).max() == exponent:
-                    return f"{path}: {name}"
-    return None

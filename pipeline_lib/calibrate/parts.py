@@ -36,7 +36,7 @@ from pipeline_lib.plan.memory import predict
 from pipeline_lib.plan.passes import shape_of, variant_of
 from pipeline_lib.plan.search import is_legal
 from pipeline_lib.plan.workload import settled
-from pipeline_lib.train.deepspeed import import_deepspeed
+from pipeline_lib.train.deepspeed_state import import_deepspeed
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.step import Stepper
 

@@ -509,8 +509,8 @@ def _say_how_to_commit(experiment: Experiment) -> None:
 def compare(arguments: argparse.Namespace) -> None:
     """Show the comparison, and write its page if --page is given."""
     from pipeline_lib.compare.comparison import Comparison
-    from pipeline_lib.compare.read import select
     from pipeline_lib.compare.show import render
+    from pipeline_lib.compare.subjects import select
     from pipeline_lib.compare.verdict import verdict
     from pipeline_lib.status.watch import console_on
 
@@ -537,7 +537,7 @@ def trace(arguments: argparse.Namespace) -> None:
 
     Raise IntegrityError afterwards if anything in the chain has changed.
     """
-    from pipeline_lib.lineage.trace import problems_of, show, status_line_on, to_json
+    from pipeline_lib.lineage.show import problems_of, show, status_line_on, to_json
     from pipeline_lib.lineage.trace import trace as trace_model
 
     with status_line_on(sys.stderr) as tell:

@@ -223,7 +223,7 @@ def train_once(arguments: argparse.Namespace) -> None:
         ):
             raise
         from pipeline_lib.records.plan import read_plan
-        from pipeline_lib.slurm.job import TrainingJob, queue_again
+        from pipeline_lib.slurm.requeue import TrainingJob, queue_again
 
         store = Store.around(arguments.spec, os.environ)
         folder = store.run_dir(run_digest(store.read_spec(arguments.spec)))

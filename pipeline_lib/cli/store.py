@@ -14,7 +14,7 @@ from pipeline_lib.core.errors import IntegrityError, Interrupted
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import count
-from pipeline_lib.slurm.job import QueuedJob, queued_jobs
+from pipeline_lib.slurm.queue import QueuedJob, queued_jobs
 
 
 def add_to(commands: Any) -> None:

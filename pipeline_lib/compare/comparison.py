@@ -16,8 +16,9 @@ from pipeline_lib.compare.differences import (
     filled,
 )
 from pipeline_lib.compare.ranking import Ranking, Versus, rank
-from pipeline_lib.compare.read import Known, Subject, read_known
+from pipeline_lib.compare.read import Known, read_known
 from pipeline_lib.compare.sameness import Sameness, describe_sameness, sameness
+from pipeline_lib.compare.subjects import Subject
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.report.cost import spent
 from pipeline_lib.status.at_rest import shown
@@ -158,15 +159,13 @@ class Comparison:
     @cached_property
     def same(self) -> list[Sameness]:
         """Bit-by-bit comparisons of two experiments, or of pairs that mean the same result."""
-        pairs = list(combinations(range(len(self.found)), 2))
-        if len(self.found) > 2:
-            changing = self.differences.changing
-            pairs = [
-                (one, other)
-                for one, other in pairs
-                if all(row.values[one] == row.values[other] for row in changing)
-            ]
-        return [sameness(self.found, one, other) for one, other in pairs]
+        changing = self.differences.changing
+        same = []
+        for one, other in combinations(range(len(self.found)), 2):
+            means_same = all(row.values[one] == row.values[other] for row in changing)
+            if means_same or len(self.found) == 2:
+                same.append(sameness(self.found, one, other))
+        return same
 
     @cached_property
     def swept(self) -> dict[str, list[float | None]]:

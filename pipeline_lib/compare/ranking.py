@@ -98,8 +98,7 @@ def rank(found: Sequence[Known], names: Sequence[str]) -> Ranking:
             tables[place] = table
     alike, why, common = _comparable(found, losses, tables)
     if len(alike) < min(2, len(losses)):
-        reason = OTHER_TOKENS if OTHER_TOKENS in why.values() else OTHER_DATA
-        return Ranking(None, {place: Versus(UNKNOWN, why=reason) for place in losses}, 1, 0)
+        return _without_best(losses, why)
     scored = [place for place in alike if place in tables]
     is_part = bool(common) and any(len(tables[place]) > len(common) for place in scored)
     means = {place: losses[place] for place in alike}
@@ -140,6 +139,12 @@ def _comparable(
     of_data = _alike({place: found[place].data for place in alike})
     why |= dict.fromkeys(set(alike) - set(of_data), OTHER_DATA)
     return of_data, why, []
+
+
+def _without_best(places: Collection[int], why: Mapping[int, str]) -> Ranking:
+    """Return the ranking of experiments no two of which can be compared."""
+    reason = OTHER_TOKENS if OTHER_TOKENS in why.values() else OTHER_DATA
+    return Ranking(None, {place: Versus(UNKNOWN, why=reason) for place in places}, 1, 0)
 
 
 def _without_scores(name: str, difference: float) -> Versus:

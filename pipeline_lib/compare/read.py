@@ -1,26 +1,27 @@
-"""Read everything known about each of the experiments to compare, however far it got."""
+"""Read everything known about each of the experiments to compare, however far it got.
+
+Sealed files are checked against their manifest before they are used; damaged files are noted in
+`notes` and left out. Of an unfinished training, the metrics written so far are read, without broken
+lines.
+"""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from pipeline_lib.config.compile import Experiment, run_digest
-from pipeline_lib.config.dag import Dag
-from pipeline_lib.config.halving import last_decisions
+from pipeline_lib.compare.subjects import Stop, Subject
+from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.stages import stage_of
-from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
+from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
 from pipeline_lib.core.run_record import RunRecord
-from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import (
     MANIFEST_NAME,
     Manifest,
     Ref,
-    Store,
     describe_file,
     read_manifest,
 )
@@ -38,113 +39,6 @@ from pipeline_lib.records.record import AnyRecord, parse, read_record, read_reco
 from pipeline_lib.records.training import Step, Training, read_training
 from pipeline_lib.report.facts import Results
 from pipeline_lib.status.at_rest import shown
-from pipeline_lib.status.catalog import LAST_PART, json_object, unreadable
-from pipeline_lib.status.selection import SelectedExperiment, Selector, notes_on
-
-# The experiments to compare.
-
-MAX_COMPARED = 20
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Why a sweep's rung stopped a training: held-out loss after `step` (or None) and reason."""
-
-    step: int
-    loss: float | None
-    why: str
-
-
-def stop_of(dag: Dag, experiment: Experiment) -> Stop | None:
-    """Return why the sweep `dag` stopped the training of `experiment`; None if it did not.
-
-    Raise IntegrityError or Unreadable if a decision cannot be read.
-    """
-    decided = last_decisions(dag.decisions()).get(experiment.ref("train").digest)
-    if decided is None or decided[1].goes_on:
-        return None
-    rung, judged = decided
-    return Stop(rung.step, judged.loss, judged.failure or judged.why)
-
-
-@dataclass(frozen=True)
-class Subject:
-    """An experiment to compare: its config, with or without defaults, and the digests of its parts.
-
-    `stop` says that its sweep stopped it.
-    """
-
-    store: Store
-    name: str
-    config: Mapping[str, Any]
-    parts: Mapping[str, str]
-    stop: Stop | None = None
-
-    @staticmethod
-    def of(experiment: Experiment, dag: Dag) -> "Subject":
-        """Return the subject of an experiment of `dag`.
-
-        Raise IntegrityError or Unreadable as `stop_of`.
-        """
-        parts = {part: spec.digest for part, spec in experiment.specs.items()}
-        config = experiment.config.model_dump(mode="json")
-        return Subject(dag.store, experiment.name, config, parts, stop_of(dag, experiment))
-
-    @staticmethod
-    def chosen(one: SelectedExperiment, selector: Selector) -> "Subject":
-        """Return the subject of an experiment that was named.
-
-        Raise IntegrityError or Unreadable if it is not read.
-        """
-        if one.dag is not None:
-            return Subject.of(one.of(one.dag), one.dag)
-        if not one.frozen.parts:
-            raise unreadable(one.frozen)
-        config = json_object(one.frozen.path).get("config")
-        stop = None
-        with suppress(IntegrityError, Unreadable):  # also of an older version of the code
-            dag, experiment = selector.opened(one)
-            stop = stop_of(dag, experiment)
-        known = config if isinstance(config, dict) else {}
-        return Subject(one.catalog.store, one.frozen.name, known, one.frozen.parts, stop)
-
-    @property
-    def key(self) -> tuple[Path, str]:
-        """A key that is equal for the same experiment in the same store."""
-        return self.store.root.resolve(), self.parts[LAST_PART]
-
-
-def select(texts: Sequence[str], store: Store, say: Say = lambda _: None) -> list[Subject]:
-    """Return the experiments that `texts` name, in order, once; raise ConfigError if not 2 to 20.
-
-    `say` is told of each name that stands for an older config than its newest.
-    """
-    selector = Selector(store, wants_finished=True)
-    chosen = selector.chosen(texts)
-    for note in notes_on(chosen):
-        say(note)
-    found: dict[tuple[Path, str], Subject] = {}
-    for one in chosen:
-        subject = Subject.chosen(one, selector)
-        found.setdefault(subject.key, subject)
-    if not 2 <= len(found) <= MAX_COMPARED:
-        problem = f"at most {MAX_COMPARED} can be compared"
-        if len(found) < 2:
-            problem = "name at least two different ones"
-            if len(texts) > 1:
-                problem += (
-                    "; two runs of one config need different values of train.replica, or two stores"
-                )
-        number = f"{len(found)} experiments were named"
-        if len(found) == 1:
-            number = "1 experiment was named"
-        raise ConfigError("compare", [f"{number}; {problem}"])
-    return list(found.values())
-
-
-# Reading of one experiment. Sealed files are checked against their manifest before they are used;
-# damaged files are noted in `notes` and left out. Of an unfinished training, the metrics written so
-# far are read, without broken lines.
 
 Found = TypeVar("Found")
 _UNREADABLE = (OSError, ValueError, RecursionError, IntegrityError, Unreadable)

@@ -135,30 +135,45 @@ def _ends(versus: Versus) -> str:
 
 def _of_many(comparison: Comparison, versus: dict[int, Versus]) -> str:
     names = comparison.names
-    ranking = comparison.ranking
-    best = names[ranking.best or 0]
-    loss = units.real(ranking.loss, UNIT, 4)
-    worse = [names[place] for place, one in versus.items() if one.is_worse]
-    noise = [names[place] for place, one in versus.items() if one.is_noise]
+    worse = [one for one in versus.values() if one.is_worse]
     better = [names[place] for place, one in versus.items() if one.is_better]
     unknown = [names[place] for place, one in versus.items() if one.kind == UNKNOWN]
-    if worse and len(worse) == len(ranking.ranked) - 1:
-        behind = [one for one in versus.values() if one.is_worse]
-        nearest = min(behind, key=lambda one: one.difference or 0.0)
-        text = (
-            f"{best} is the best of {among(comparison)} by more than chance, at {loss}: the next "
-            f"is {units.real(nearest.difference, UNIT, 4)} above it, 95% interval "
-            f"{_ends(nearest)}{basis(nearest)}."
-        )
+    if worse and len(worse) == len(comparison.ranking.ranked) - 1:
+        text = _of_clear_best(comparison, worse)
     else:
-        text = f"{best} has the {lowest(comparison)} of {among(comparison)}, {loss}"
-        text += f", but its lead over {listed(noise)} is within noise." if noise else "."
-        if worse:
-            text += f" It is better than {listed(worse)} by more than chance."
+        text = _of_lowest(comparison, versus)
     if better:
         verb = "is" if len(better) == 1 else "are"
         text += f" On the documents that they share, {listed(better)} {verb} better."
     if unknown:
         why = next(one.why for one in versus.values() if one.why)
         text += f" Whether it is better than {listed(unknown)} is unknown: {why}."
+    return text
+
+
+def _of_clear_best(comparison: Comparison, worse: Sequence[Versus]) -> str:
+    """Return the sentence on a best that is better than all others, which are `worse`."""
+    ranking = comparison.ranking
+    best = comparison.names[ranking.best or 0]
+    nearest = min(worse, key=lambda one: one.difference or 0.0)
+    return (
+        f"{best} is the best of {among(comparison)} by more than chance, at "
+        f"{units.real(ranking.loss, UNIT, 4)}: the next is "
+        f"{units.real(nearest.difference, UNIT, 4)} above it, 95% interval "
+        f"{_ends(nearest)}{basis(nearest)}."
+    )
+
+
+def _of_lowest(comparison: Comparison, versus: dict[int, Versus]) -> str:
+    """Return the sentences on a best whose lead over some is within noise, or unknown."""
+    ranking = comparison.ranking
+    names = comparison.names
+    worse = [names[place] for place, one in versus.items() if one.is_worse]
+    noise = [names[place] for place, one in versus.items() if one.is_noise]
+    loss = units.real(ranking.loss, UNIT, 4)
+    text = f"{names[ranking.best or 0]} has the {lowest(comparison)} of {among(comparison)}, {loss}"
+    text += f", but its lead over {listed(noise)} is within noise" if noise else ""
+    text += "."
+    if worse:
+        text += f" It is better than {listed(worse)} by more than chance."
     return text

@@ -1,7 +1,7 @@
 """Check values that are each legal: keys that exclude each other, unusual values."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -20,40 +20,41 @@ from pipeline_lib.config.strict_yaml import Keys
 from pipeline_lib.config.train import AUTO, RENAMED, Lora, Train
 from pipeline_lib.core import units
 
-# Problems between keys that are each legal. Each problem names the key to change and the values it
-# may have.
-
-Problem = tuple[Keys, str]
+Problem = tuple[Keys, str]  # the key to change, and what is wrong, with the values it may have
 
 FP8_TILE = 16  # the sizes of fp8 matrix products are multiples of this
 GROUPED_TILE = 8  # those of grouped products: their rows begin on multiples of 16 bytes
 LEAST_KEPT_TOKENS = 16_384  # of the documents of which a layer may keep the attention's results
 _DEFAULT = Train()
+# keys of `train` that have no effect if nothing is held out
+_OF_HELD_OUT = (
+    "validate_every_steps",
+    "early_stop_validations",
+    "keep_best",
+    "sample_every_steps",
+)
 
 
 def cross_check(config: Config) -> list[Problem]:
     """Return every problem, with the key to change."""
-    own = (
-        *_data(config),
-        *_batch(config),
-        *_cluster(config),
-        *_merge(config),
-        *_ineffective(config),
-    )
-    return [*own, *train_problems(config.train, config.cluster)]
+    problems = list(_data(config))
+    problems += _batch(config)
+    problems += _cluster(config)
+    problems += _merge(config)
+    problems += _ineffective(config)
+    return problems + train_problems(config.train, config.cluster)
 
 
 def train_problems(train: Train, cluster: Cluster) -> list[Problem]:
     """Return the problems within `train`, on the ranks of `cluster`; the batch is not checked."""
-    return [
-        *_method(train),
-        *_strategy(train, cluster),
-        *_exchange(train),
-        *_precision(train, cluster),
-        *_optimizer(train),
-        *_schedule(train),
-        *_validation(train),
-    ]
+    problems = list(_method(train))
+    problems += _strategy(train, cluster)
+    problems += _exchange(train)
+    problems += _precision(train, cluster)
+    problems += _optimizer(train)
+    problems += _schedule(train)
+    problems += _validation(train)
+    return problems
 
 
 def _data(config: Config) -> Iterator[Problem]:
@@ -63,18 +64,8 @@ def _data(config: Config) -> Iterator[Problem]:
     if config.tokenize.max_tokens > block:
         text = f"a sample of {config.tokenize.max_tokens} tokens does not fit a block of {block}"
         yield ("tokenize", "max_tokens"), f"{text}; lower it or raise shard.block_tokens"
-    for key in ("train", "validation"):
-        for index, source in enumerate(getattr(config.data, key)):
-            if (
-                isinstance(source, HubData)
-                and source.files
-                and (source.subset, source.split) != (None, "train")
-            ):
-                text = (
-                    "cannot be combined with `subset` or `split`: it chooses files by name; "
-                    "remove one of them"
-                )
-                yield ("data", key, index, "files"), text
+    yield from _chosen_files("train", config.data.train)
+    yield from _chosen_files("validation", config.data.validation)
     yield from _held_out(config)
     if config.tokenize.thinking == "mask" and config.tokenize.prompt_thinking == "on":
         text = (
@@ -87,41 +78,34 @@ def _data(config: Config) -> Iterator[Problem]:
         )
 
 
+def _chosen_files(key: str, sources: Sequence[object]) -> Iterator[Problem]:
+    """Yield the sources of `data.KEY` that choose the files of a hub twice."""
+    for index, source in enumerate(sources):
+        if not isinstance(source, HubData) or not source.files:
+            continue
+        if source.subset is not None or source.split != "train":
+            text = "cannot be combined with `subset` or `split`: it chooses files by name"
+            yield ("data", key, index, "files"), f"{text}; remove one of them"
+
+
 def _held_out(config: Config) -> Iterator[Problem]:
     """Yield what contradicts what is held out, and what needs held-out data if there is none."""
     data = config.data
     train = config.train
-    if (
-        data.validation
-        and data.validation_fraction
-        and "validation_fraction" in data.model_fields_set
-    ):
-        text = (
-            "cannot be combined with data.validation, whose sources are held out as a whole; "
-            "remove one of them"
-        )
-        yield ("data", "validation_fraction"), text
+    is_given = "validation_fraction" in data.model_fields_set
+    if data.validation and data.validation_fraction and is_given:
+        text = "cannot be combined with data.validation, whose sources are held out as a whole"
+        yield ("data", "validation_fraction"), f"{text}; remove one of them"
     for index, source in enumerate(data.validation):
         if source.weight != 1:
-            text = (
-                "has no effect here: it is for training, and held-out samples count once each; "
-                "remove it"
-            )
-            yield ("data", "validation", index, "weight"), text
+            text = "has no effect here: it is for training, and held-out samples count once each"
+            yield ("data", "validation", index, "weight"), f"{text}; remove it"
     if data.held_out_sources:
         return
-    for key in (
-        "validate_every_steps",
-        "early_stop_validations",
-        "keep_best",
-        "sample_every_steps",
-    ):
+    for key in _OF_HELD_OUT:
         if getattr(train, key) != getattr(_DEFAULT, key):
-            text = (
-                "needs held-out data, and data.validation_fraction is 0: raise it, give "
-                "data.validation instead"
-            )
-            yield ("train", key), f"{text}, or remove this key"
+            text = "needs held-out data, and data.validation_fraction is 0: raise it, give"
+            yield ("train", key), f"{text} data.validation instead, or remove this key"
 
 
 def _batch(config: Config) -> Iterator[Problem]:
@@ -145,17 +129,17 @@ def _batch(config: Config) -> Iterator[Problem]:
     elif (batch // block) % at_once and not _a_count_fits_the_batch(config, batch // block):
         micro = config.train.micro_batch_blocks
         groups = units.count(at_once // micro, "ranks" if parts == 1 else "groups of ranks")
-        text = (
-            f"it has {units.count(batch // block, 'blocks')} of {block} tokens, and that is no "
-            f"multiple of {groups}"
-        )
-        text += f" x {units.count(micro, 'blocks')}"
+        text = f"it has {units.count(batch // block, 'blocks')} of {block} tokens, and that is"
+        text += f" no multiple of {groups} x {units.count(micro, 'blocks')}"
         yield key, f"{text}; try {math.ceil(batch / block / at_once) * at_once * block}"
     tile = parts * _tile(config.train)
     if block % tile:
-        keys = {"train.precision: fp8": tile > parts, f"train.context_ranks: {parts}": parts > 1}
-        wanted = " and ".join(key for key, is_given in keys.items() if is_given)
-        text = f"{block} is not a multiple of {tile}, as {wanted} requires"
+        keys = []
+        if tile > parts:
+            keys.append("train.precision: fp8")
+        if parts > 1:
+            keys.append(f"train.context_ranks: {parts}")
+        text = f"{block} is not a multiple of {tile}, as {' and '.join(keys)} requires"
         yield ("shard", "block_tokens"), f"{text}; try {math.ceil(block / tile) * tile}"
 
 
@@ -181,11 +165,9 @@ def has_few_blocks(train: Train, ranks: int, blocks: int) -> bool:
 
 def more_than_one(train: Train, ranks: int, block_tokens: int) -> Iterator[int]:
     """Yield the numbers of ranks, 2 or more, that may share each block, by the config alone."""
-    return (
-        count
-        for count in range(2, ranks + 1)
-        if ranks % count == 0 and allows_count(train, block_tokens, count)
-    )
+    for count in range(2, ranks + 1):
+        if ranks % count == 0 and allows_count(train, block_tokens, count):
+            yield count
 
 
 def allows_count(train: Train, block_tokens: int, count: int) -> bool:
@@ -203,51 +185,33 @@ def _cluster(config: Config) -> Iterator[Problem]:
     """Yield what the plan needs to know about the machines and cannot guess."""
     cluster = config.cluster
     if cluster.nodes > 1 and cluster.internode_gbit_s is None and cluster.measured is None:
-        text = (
-            f"missing, but cluster.nodes is {cluster.nodes}, and the plan needs the bandwidth "
-            "between nodes"
-        )
-        how = "set what `qwen3 doctor --hosts A,B CONFIG`, in SLURM `qwen3 doctor"
-        how += " --profile slurm CONFIG` or iperf3 measures, in Gbit/s"
-        yield ("cluster", "internode_gbit_s"), f"{text}; {how}"
-    if (
-        config.train.strategy == AUTO
-        and cluster.gpus_per_node
-        and cluster.gpu is None
-        and cluster.measured is None
-    ):
-        text = "missing, but train.strategy: auto needs to know the GPU's memory and speed"
         yield (
-            ("cluster", "gpu"),
-            f"{text}; name the GPU as `h200` or `a100 80gb`, or set cluster.measured",
+            ("cluster", "internode_gbit_s"),
+            f"missing, but cluster.nodes is {cluster.nodes}, and the plan needs the bandwidth "
+            "between nodes; set what `qwen3 doctor --hosts A,B CONFIG`, in SLURM `qwen3 doctor "
+            "--profile slurm CONFIG` or iperf3 measures, in Gbit/s",
         )
+    is_unknown = cluster.gpu is None and cluster.measured is None
+    if config.train.strategy == AUTO and cluster.gpus_per_node and is_unknown:
+        text = "missing, but train.strategy: auto needs to know the GPU's memory and speed"
+        how = "name the GPU as `h200` or `a100 80gb`, or set cluster.measured"
+        yield ("cluster", "gpu"), f"{text}; {how}"
 
 
 def _merge(config: Config) -> Iterator[Problem]:
     train = config.train
-    if config.merge.base == "original" and (
-        train.method != "lora" or train.lora.base == "unquantized"
-    ):
-        text = (
-            "original has no effect, because train.lora.base is not nf4: the base is merged as "
-            "it is; remove it"
-        )
-        yield ("merge", "base"), text
+    is_quantized = train.method == "lora" and train.lora.base != "unquantized"
+    if config.merge.base == "original" and not is_quantized:
+        text = "original has no effect, because train.lora.base is not nf4: the base is merged as"
+        yield ("merge", "base"), f"{text} it is; remove it"
 
 
 def _ineffective(config: Config) -> Iterator[Problem]:
     """Yield the keys that cannot do anything beside the other keys of the file."""
     model = config.model
     train = config.train
-    is_given = (
-        isinstance(model, TinyModel)
-        and model.vocab_tokens != TinyModel.model_fields["vocab_tokens"].default
-    )
-    if isinstance(model, TinyModel) and model.tokenizer is not None and is_given:
-        yield (
-            ("model", "vocab_tokens"),
-            "has no effect with model.tokenizer, which has a vocabulary; remove it",
-        )
+    if isinstance(model, TinyModel) and model.tokenizer is not None:
+        yield from _vocabulary(model)
     if train.reshard is True and not _works("reshard", train):
         yield (
             ("train", RENAMED["reshard"]),
@@ -255,17 +219,14 @@ def _ineffective(config: Config) -> Iterator[Problem]:
         )
     # `_strategy` tells the rest
     can_keep = train.recompute in (AUTO, "full") and train.precision != "fp32"
-    if (
-        train.kept_attention_layers != AUTO
-        and can_keep
-        and config.tokenize.max_tokens < LEAST_KEPT_TOKENS
-    ):
-        text = f"has no effect, because documents have up to {config.tokenize.max_tokens:,} tokens"
-        text += (
-            f" (tokenize.max_tokens), and it is for documents from {LEAST_KEPT_TOKENS:,} on; "
-            "remove it"
+    longest = config.tokenize.max_tokens
+    if train.kept_attention_layers != AUTO and can_keep and longest < LEAST_KEPT_TOKENS:
+        yield (
+            ("train", "kept_attention_layers"),
+            f"has no effect, because documents have up to {longest:,} tokens "
+            f"(tokenize.max_tokens), and it is for documents from {LEAST_KEPT_TOKENS:,} on; "
+            "remove it",
         )
-        yield ("train", "kept_attention_layers"), text
     if train.lr_schedule == "constant" and train.min_lr_fraction != _DEFAULT.min_lr_fraction:
         yield (
             ("train", "min_lr_fraction"),
@@ -277,6 +238,12 @@ def _ineffective(config: Config) -> Iterator[Problem]:
         yield ("train", "guards", "max_skips"), text
 
 
+def _vocabulary(model: TinyModel) -> Iterator[Problem]:
+    if model.vocab_tokens != TinyModel.model_fields["vocab_tokens"].default:
+        text = "has no effect with model.tokenizer, which has a vocabulary; remove it"
+        yield ("model", "vocab_tokens"), text
+
+
 def _method(train: Train) -> Iterator[Problem]:
     if train.method == "full" and train.lora != Lora():
         yield (
@@ -284,11 +251,8 @@ def _method(train: Train) -> Iterator[Problem]:
             "has values, but train.method is 'full'; set train.method: lora or remove them",
         )
     if train.method == "lora" and train.freeze:
-        text = (
-            "has no effect with train.method: lora, which freezes every weight of the model; "
-            "remove it"
-        )
-        yield ("train", "freeze"), f"{text}, or choose train.lora.targets"
+        text = "has no effect with train.method: lora, which freezes every weight of the model"
+        yield ("train", "freeze"), f"{text}; remove it, or choose train.lora.targets"
     if train.method == "lora" and train.lora.dora and not _works("lora.dora", train):
         text = f"does not work with train.strategy: {train.strategy}"
         yield ("train", "lora", "dora"), f"{text}; {_use_one_with('lora.dora')}"
@@ -362,10 +326,13 @@ def _use_one_with(key: str) -> str:
 
 def _any_of(values: tuple[object, ...]) -> str:
     words = [str(value) for value in values]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    if len(words) == 1:
+        return words[0]
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
+    """Yield what does not work with the strategy."""
     strategy = train.strategy
     if strategy == "hsdp" or (strategy == AUTO and train.shard_ranks is not None):
         yield from _replicas(train, cluster)
@@ -377,24 +344,10 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
     yield from _left_to_auto(train)
     if train.ranks_per_block > 1:
         yield from _context(train, cluster)
-    if train.unit_layers != _DEFAULT.unit_layers and not _works("unit_layers", train):
-        text = f"has no effect with train.strategy: {strategy}"
-        yield ("train", "unit_layers"), f"{text}; {_use_one_with('unit_layers')}"
-    if strategy != AUTO and train.offload not in STRATEGIES[strategy].offloads:
-        text = f"{train.offload} does not work with train.strategy: {strategy}"
-        legal = _any_of(STRATEGIES[strategy].offloads)
-        yield ("train", "offload"), f"{text}; it may be {legal}"
+    yield from _units(train)
     if train.offload_activations is True:
         yield from _activations(train, cluster)
-    if train.kept_attention_layers != AUTO and train.recompute not in (AUTO, "full"):
-        text = f"has no effect with train.{RENAMED['recompute']}: {train.recompute}"
-        yield ("train", "kept_attention_layers"), f"{text}; set that to full, or remove this key"
-    elif train.kept_attention_layers != AUTO and train.precision == "fp32":
-        text = "has no effect with train.precision: fp32, in which no layer keeps them"
-        yield ("train", "kept_attention_layers"), f"{text}; remove it"
-    if train.reshard is False and not _works("reshard", train):
-        text = f"has no effect with train.strategy: {strategy}; {_use_one_with('reshard')}"
-        yield ("train", RENAMED["reshard"]), text
+    yield from _kept_attention(train)
     if train.compile is True and not _works("compile", train):
         text = f"does not work with train.strategy: {strategy}, which changes weights within layers"
         yield ("train", "compile"), f"{text}; {_use_one_with('compile')}"
@@ -406,17 +359,41 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
             yield ("train", "deepspeed_json"), text
 
 
+def _units(train: Train) -> Iterator[Problem]:
+    """Yield what does not work in how weights are gathered, resharded and offloaded."""
+    strategy = train.strategy
+    if train.unit_layers != _DEFAULT.unit_layers and not _works("unit_layers", train):
+        text = f"has no effect with train.strategy: {strategy}"
+        yield ("train", "unit_layers"), f"{text}; {_use_one_with('unit_layers')}"
+    if strategy != AUTO and train.offload not in STRATEGIES[strategy].offloads:
+        text = f"{train.offload} does not work with train.strategy: {strategy}"
+        legal = _any_of(STRATEGIES[strategy].offloads)
+        yield ("train", "offload"), f"{text}; it may be {legal}"
+    if train.reshard is False and not _works("reshard", train):
+        text = f"has no effect with train.strategy: {strategy}; {_use_one_with('reshard')}"
+        yield ("train", RENAMED["reshard"]), text
+
+
+def _kept_attention(train: Train) -> Iterator[Problem]:
+    if train.kept_attention_layers == AUTO:
+        return
+    key = ("train", "kept_attention_layers")
+    if train.recompute not in (AUTO, "full"):
+        text = f"has no effect with train.{RENAMED['recompute']}: {train.recompute}"
+        yield key, f"{text}; set that to full, or remove this key"
+    elif train.precision == "fp32":
+        text = "has no effect with train.precision: fp32, in which no layer keeps them"
+        yield key, f"{text}; remove it"
+
+
 def _context(train: Train, cluster: Cluster) -> Iterator[Problem]:
     """Yield why ranks cannot share blocks."""
     key = ("train", "context_ranks")
     count = train.ranks_per_block
     if cluster.ranks % count:
         legal = tuple(size for size in range(1, cluster.ranks + 1) if cluster.ranks % size == 0)
-        yield (
-            key,
-            f"{count} does not divide {units.count(cluster.ranks, 'ranks')}; it may be "
-            f"{_any_of(legal)}",
-        )
+        text = f"{count} does not divide {units.count(cluster.ranks, 'ranks')}"
+        yield key, f"{text}; it may be {_any_of(legal)}"
     if not _works("context_ranks", train):
         text = f"does not work with train.strategy: {train.strategy}"
         yield key, f"{text}; {_use_one_with('context_ranks')}"
@@ -424,11 +401,8 @@ def _context(train: Train, cluster: Cluster) -> Iterator[Problem]:
         text = "does not work with train.local_sgd_steps, with which each rank makes updates alone"
         yield key, f"{text}; remove one of them"
     if train.gradient_compression == "powersgd":
-        text = (
-            "does not work with train.gradient_compression: powersgd, whose result depends on "
-            "which rank has a block"
-        )
-        yield key, f"{text}; remove one of them"
+        text = "does not work with train.gradient_compression: powersgd, whose result depends on"
+        yield key, f"{text} which rank has a block; remove one of them"
 
 
 def _activations(train: Train, cluster: Cluster) -> Iterator[Problem]:
@@ -466,8 +440,13 @@ def _replicas(train: Train, cluster: Cluster) -> Iterator[Problem]:
     of = f"{shard_ranks} of {units.count(ranks, 'ranks')}"
     text = f"hsdp needs several replicas of several ranks each, but a replica has {of}"
     legal = tuple(size for size in range(2, ranks // 2 + 1) if ranks % size == 0)
-    remedy = "remove it" if train.strategy == AUTO else "set train.strategy: fsdp or ddp"
-    yield key, f"{text}; {f'train.shard_ranks may be {_any_of(legal)}' if legal else remedy}"
+    if legal:
+        remedy = f"train.shard_ranks may be {_any_of(legal)}"
+    elif train.strategy == AUTO:
+        remedy = "remove it"
+    else:
+        remedy = "set train.strategy: fsdp or ddp"
+    yield key, f"{text}; {remedy}"
 
 
 def _exchange(train: Train) -> Iterator[Problem]:
@@ -483,12 +462,12 @@ def _exchange(train: Train) -> Iterator[Problem]:
     if k > 1 and not _works("local_sgd_steps", train):
         text = f"does not work with train.strategy: {train.strategy}"
         yield ("train", "local_sgd_steps"), f"{text}; {_use_one_with('local_sgd_steps')}"
-    for key, is_used in (("gradient_compression", is_compressed), ("local_sgd_steps", k > 1)):
-        if is_used and train.precision == "fp16":
-            yield (
-                ("train", key),
-                "does not work with train.precision: fp16; that may be bf16 or fp32",
-            )
+    if train.precision == "fp16":
+        text = "does not work with train.precision: fp16; that may be bf16 or fp32"
+        if is_compressed:
+            yield ("train", "gradient_compression"), text
+        if k > 1:
+            yield ("train", "local_sgd_steps"), text
     if train.powersgd_rank != _DEFAULT.powersgd_rank and not is_power_sgd:
         yield (
             ("train", "powersgd_rank"),
@@ -570,10 +549,8 @@ def _schedule(train: Train) -> Iterator[Problem]:
 
 
 def _validation(train: Train) -> Iterator[Problem]:
-    if train.validate_every_steps is None:
-        for key, is_used in (
-            ("early_stop_validations", train.early_stop_validations),
-            ("keep_best", train.keep_best),
-        ):
-            if is_used:
-                yield ("train", key), "needs validations; set train.validate_every_steps"
+    text = "needs validations; set train.validate_every_steps"
+    if train.validate_every_steps is None and train.early_stop_validations:
+        yield ("train", "early_stop_validations"), text
+    if train.validate_every_steps is None and train.keep_best:
+        yield ("train", "keep_best"), text

@@ -134,11 +134,9 @@ def version_of_training(train: Train) -> int:
 
 def refuse_other_version(spec: Spec) -> None:
     """Raise ConfigError for another code version's spec: this code computes something else."""
-    ours = (
-        version_of_training(read_train(spec.settings))
-        if spec.stage == "train"
-        else STAGES[spec.stage].version
-    )
+    ours = STAGES[spec.stage].version
+    if spec.stage == "train":
+        ours = version_of_training(read_train(spec.settings))
     if spec.version != ours:
         problem = (
             f"is of version {spec.version} of the stage, and this code computes version "
@@ -164,14 +162,14 @@ def open_experiment(config_path: Path, store: Store, name: str | None = None) ->
         return found[0]
     if name in names:
         return found[names.index(name)]
-    problem = (
-        f"a sweep of {len(found)} experiments"
-        if name is None
-        else f"no experiment is called {name!r}"
-    )
+    problem = f"no experiment is called {name!r}"
+    if name is None:
+        problem = f"a sweep of {len(found)} experiments"
     if name is not None and (nearest := did_you_mean(name, names)):
         raise ConfigError(str(config_path), [f"{problem}{nearest}"])
-    some = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+    some = ", ".join(names[:SHOWN_NAMES])
+    if len(names) > SHOWN_NAMES:
+        some += ", ..."
     raise ConfigError(str(config_path), [f"{problem}; name one with --experiment NAME: {some}"])
 
 
@@ -271,11 +269,10 @@ def pinned(config: Config, revisions: Revisions) -> Config:
         )
 
     lists = {"train": config.data.train, "validation": config.data.validation}
-    pinned_lists = {
-        key: tuple(pin(source, "dataset") for source in sources)
-        for key, sources in lists.items()
-        if sources
-    }
+    pinned_lists = {}
+    for key, sources in lists.items():
+        if sources:
+            pinned_lists[key] = tuple(pin(source, "dataset") for source in sources)
     data = config.data.model_copy(update=pinned_lists)
     pinned_config = config.model_copy(update={"model": pin(config.model, "model"), "data": data})
     revisions.save()

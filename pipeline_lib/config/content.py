@@ -365,7 +365,10 @@ def _saved(path: Path, key: str) -> list[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    listed = ", ".join(names[:10])
+    if len(names) > 10:
+        listed += f" and {len(names) - 10} more"
+    return listed
 
 
 def is_model_file(name: str) -> bool:
@@ -471,11 +474,9 @@ def _not_as_sealed(folder: Path, hashes: Mapping[str, str]) -> list[str]:
         manifest = Manifest.model_validate(content)
     except ValidationError:
         is_ours = isinstance(content, dict) and {"stage", "digest", "files"} <= content.keys()
-        return (
-            [f"model.path: {str(path)!r} is damaged, so the model cannot be verified; {mend}"]
-            if is_ours
-            else []
-        )
+        if not is_ours:
+            return []
+        return [f"model.path: {str(path)!r} is damaged, so the model cannot be verified; {mend}"]
     sealed = {name: entry.sha256 for name, entry in manifest.files.items() if is_model_file(name)}
     return [
         f"model.path: {str(folder / name)!r} does not match {MANIFEST_NAME}; {mend}"

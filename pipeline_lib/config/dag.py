@@ -91,10 +91,8 @@ class Dag:
             remedy = "edit the YAML, give another with --configfile, or use qwen3 run"
             raise ConfigError("--config", [f"{', '.join(others)}: not read; {remedy}"])
         if len(configfiles) > 1:
-            raise ConfigError(
-                "--configfile",
-                [f"one file is read, not {len(configfiles)}: {', '.join(configfiles)}"],
-            )
+            text = f"one file is read, not {len(configfiles)}: {', '.join(configfiles)}"
+            raise ConfigError("--configfile", [text])
         path = Path(configfiles[0]) if configfiles else DEFAULT_CONFIG
         on_command_line = Overrides([str(each) for each in settings], flag="", in_names=True)
         return Dag.open(path, store, refuse, learn, on_command_line)
@@ -149,9 +147,8 @@ class Dag:
         """
         self.store.write_specs(spec for spec, _ in self._placed.values())
         for rung, going in self.open_rungs():
-            self.store.write_specs(
-                spec for training, spec in rung.trainings.items() if training in going
-            )
+            going_on = [training for training in rung.trainings if training in going]
+            self.store.write_specs(rung.trainings[training] for training in going_on)
         for pointer in self.dangling_pointers():
             pointer.unlink(missing_ok=True)
         # the newest file is the latest request
@@ -201,16 +198,17 @@ class Dag:
             if "experiments" not in frozen:
                 only = _thaw(frozen, store)
                 return Dag((only,), store, name=only.name)
-            first, *others = (
-                path.parent.parent / "experiments" / name for name in frozen["experiments"]
-            )
-            halving = read_halving(frozen["halving"])[0] if "halving" in frozen else None
-            experiments = tuple(_thaw(read_json(one), store) for one in (first, *others))
-            return Dag(experiments, store, halving, frozen["name"])
+            if not frozen["experiments"]:
+                raise ValueError("a sweep of no experiment")
+            folder = path.parent.parent / "experiments"
+            experiments = [_thaw(read_json(folder / name), store) for name in frozen["experiments"]]
+            halving = None
+            if "halving" in frozen:
+                halving, _ = read_halving(frozen["halving"])
+            return Dag(tuple(experiments), store, halving, frozen["name"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise IntegrityError(
-                f"{path}: cannot read the frozen experiment ({error}); run snakemake anew"
-            ) from error
+            text = f"{path}: cannot read the frozen experiment ({error}); run snakemake anew"
+            raise IntegrityError(text) from error
 
     def config_of(self, digest: str) -> Config:
         """Return the config of the first experiment that has the stage instance `digest`."""
@@ -222,11 +220,14 @@ class Dag:
 
     def pointers(self, stage: str, going: Collection[str] | None = None) -> list[str]:
         """Return the distinct pointers of `stage`, for all experiments or trainings in `going`."""
-        meant = [
-            one for one in self.experiments if going is None or one.ref("train").digest in going
-        ]
-        specs = (spec for one in meant for spec in one.specs.values() if spec.stage == stage)
-        return list(dict.fromkeys(str(self.store.pointer(spec.ref)) for spec in specs))
+        pointers: dict[str, None] = {}
+        for one in self.experiments:
+            if going is not None and one.ref("train").digest not in going:
+                continue
+            for spec in one.specs.values():
+                if spec.stage == stage:
+                    pointers[str(self.store.pointer(spec.ref))] = None
+        return list(pointers)
 
     def products(self, going: Collection[str] | None = None) -> list[str]:
         """Return the pointers of all that RESULTS links to, limited to `going` as in `pointers`."""
@@ -235,17 +236,21 @@ class Dag:
     @cached_property
     def rungs(self) -> tuple[Rung, ...]:
         """The rungs at which halving decides which trainings go on; empty without halving."""
+        if not self.halving:
+            return ()
         trainings = {one.ref("train").digest: one.specs["train"] for one in self.experiments}
-        return rungs_of(self.halving, trainings) if self.halving else ()
+        return rungs_of(self.halving, trainings)
 
     def rung(self, digest: str) -> tuple[Rung, Rung | None]:
         """Return the rung `digest` and the rung before it.
 
         Raises IntegrityError if the sweep has no such rung.
         """
-        for before, rung in zip((None, *self.rungs), self.rungs, strict=False):
+        before = None
+        for rung in self.rungs:
             if rung.digest == digest:
                 return rung, before
+            before = rung
         raise IntegrityError(f"{digest}: no rung of this sweep; ask for its own targets")
 
     def decisions(self) -> list[tuple[Rung, Decision]]:
@@ -263,20 +268,21 @@ class Dag:
 
         Raises IntegrityError if a decision cannot be read.
         """
-        following = zip(self.rungs[1:], self.decisions(), strict=False)
-        opened = [
-            (rung, decision.survivors)
-            for rung, (_, decision) in following
-            if decision.next_step is not None
-        ]
-        return [*((rung, rung.trainings) for rung in self.rungs[:1]), *opened]
+        if not self.rungs:
+            return []
+        opened: list[tuple[Rung, Collection[str]]] = [(self.rungs[0], self.rungs[0].trainings)]
+        for rung, (_, decision) in zip(self.rungs[1:], self.decisions(), strict=False):
+            if decision.next_step is not None:
+                opened.append((rung, decision.survivors))
+        return opened
 
     def next_to_rung(self, training: str) -> Spec | None:
         """Return the spec that takes `training` to the next open rung; None if there is none."""
-        ahead = (rung.trainings[training] for rung, going in self.open_rungs() if training in going)
-        return next(
-            (spec for spec in ahead if not reached_path(self.store, spec.digest).exists()), None
-        )
+        for rung, going in self.open_rungs():
+            spec = rung.trainings[training]
+            if training in going and not reached_path(self.store, spec.digest).exists():
+                return spec
+        return None
 
     def names_of(self, training: str) -> list[str]:
         """Return the names of the experiments that share the whole `training`."""
@@ -284,10 +290,9 @@ class Dag:
 
     def is_trained(self, digest: str) -> bool:
         """Return whether the training `digest`, a whole one or one to a rung, is done."""
-        return (
-            self.store.pointer(Ref("train", digest)).exists()
-            or reached_path(self.store, digest).exists()
-        )
+        if self.store.pointer(Ref("train", digest)).exists():
+            return True
+        return reached_path(self.store, digest).exists()
 
     def to_train(self, digest: str) -> list[Experiment]:
         """Return the experiments that wait for a training where the training `digest` does.
@@ -299,12 +304,13 @@ class Dag:
             return self._owners(digest)
         decisions = self.decisions()
         going = decisions[-1][1].survivors if decisions else None
-        return [
-            one
-            for one in self.experiments
-            if not self.is_trained(one.ref("train").digest)
-            and (going is None or one.ref("train").digest in going)
-        ]
+        waiting = []
+        for one in self.experiments:
+            training = one.ref("train").digest
+            is_going = going is None or training in going
+            if is_going and not self.is_trained(training):
+                waiting.append(one)
+        return waiting
 
     def outputs(self) -> list[Path]:
         """Return the paths of all outputs whose times Snakemake compares, existing or not."""
@@ -323,9 +329,10 @@ class Dag:
         the same digest. The evaluation of the base model waits for the plan as the training does,
         so that both are ready then, and that goes first.
         """
-        refs = [ref for _, ref in sorted(self._spec(digest).inputs.items())]
-        refs += self.rehearsal.waits_for(digest) if self.rehearsal and not is_to_rung else []
         spec = self._spec(digest)
+        refs = [ref for _, ref in sorted(spec.inputs.items())]
+        if self.rehearsal and not is_to_rung:
+            refs += self.rehearsal.waits_for(digest)
         # else a new plan would start it again
         if is_of_base(spec) and not self.store.pointer(spec.ref).exists():
             refs.append(self._owners(digest)[0].ref("plan"))
@@ -384,16 +391,22 @@ class Dag:
         """Every stage instance, after its inputs, with the experiments that it belongs to."""
         placed: dict[str, tuple[Spec, list[Experiment]]] = {}
         for experiment in self.experiments:
-            for digest, spec in {spec.digest: spec for spec in experiment.specs.values()}.items():
+            distinct = {spec.digest: spec for spec in experiment.specs.values()}
+            for digest, spec in distinct.items():
                 placed.setdefault(digest, (spec, []))[1].append(experiment)
-        for spec in self.rehearsal.specs if self.rehearsal else ():
-            placed.setdefault(spec.digest, (spec, [self.experiment]))
+        if self.rehearsal:
+            for spec in self.rehearsal.specs:
+                placed.setdefault(spec.digest, (spec, [self.experiment]))
         return placed
 
     @cached_property
     def _to_rungs(self) -> dict[str, str]:
         """The digest of the whole training, by the digest of each training to a rung."""
-        return {spec.digest: whole for rung in self.rungs for whole, spec in rung.trainings.items()}
+        found = {}
+        for rung in self.rungs:
+            for whole, spec in rung.trainings.items():
+                found[spec.digest] = whole
+        return found
 
     def _owners(self, digest: str) -> list[Experiment]:
         self._spec(digest)
@@ -407,13 +420,12 @@ class Dag:
         """
         if digest in self._placed:
             return self._placed[digest][0]
-        if whole := self._to_rungs.get(digest):
-            return next(
-                one for rung in self.rungs if (one := rung.trainings[whole]).digest == digest
-            )
-        raise IntegrityError(
-            f"{digest}: no stage of experiment {self.experiment.name!r}; ask for its own targets"
-        )
+        for rung in self.rungs:
+            for spec in rung.trainings.values():
+                if spec.digest == digest:
+                    return spec
+        text = f"{digest}: no stage of experiment {self.experiment.name!r}"
+        raise IntegrityError(f"{text}; ask for its own targets")
 
 
 def _reads(spec: Spec, digests: Collection[str]) -> bool:
@@ -446,11 +458,11 @@ def _leads_astray(link: Path, part: str, store: Store) -> bool:
     if not link.is_symlink():
         return False
     target = Path(os.path.normpath(link.parent.resolve() / link.readlink()))
-    folders = (folder for folder in (target, target.parent) if folder.parent.name == part)
-    of_ours = next((folder for folder in folders if _DIGEST.fullmatch(folder.name)), None)
-    if of_ours is None:
-        return False
-    return not target.exists() or of_ours.parent.parent.resolve() != store.root.resolve()
+    for folder in (target, target.parent):
+        if folder.parent.name == part and _DIGEST.fullmatch(folder.name):
+            is_here = folder.parent.parent.resolve() == store.root.resolve()
+            return not target.exists() or not is_here
+    return False
 
 
 def _hashed_path(folder: Path, content: dict[str, Any]) -> Path:

@@ -19,25 +19,30 @@ from pipeline_lib.core.text import did_you_mean
 Offload = Literal["none", "optimizer", "optimizer+params"]
 
 _SWITCHES = {
-    *(
-        "contiguous_gradients",
-        "reduce_scatter",
-        "use_multi_rank_bucket_allreduce",
-        "allgather_partitions",
-    ),
-    *("overlap_comm", "round_robin_gradients", "parameter_alignment", "ignore_unused_parameters"),
-    *("memory_efficient_linear", "log_trace_cache_warnings", "enable_sanity_checks"),
-    *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential"),
+    "contiguous_gradients",
+    "reduce_scatter",
+    "use_multi_rank_bucket_allreduce",
+    "allgather_partitions",
+    "overlap_comm",
+    "round_robin_gradients",
+    "parameter_alignment",
+    "ignore_unused_parameters",
+    "memory_efficient_linear",
+    "log_trace_cache_warnings",
+    "enable_sanity_checks",
+    "stage3_use_all_reduce_for_fetch_params",
+    "stage3_allgather_sequential",
 }
 _SIZES = {
-    *(
-        "reduce_bucket_size",
-        "allgather_bucket_size",
-        "sub_group_size",
-        "stage3_module_granularity_threshold",
-    ),
-    *("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
-    *("stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "sub_group_size",
+    "stage3_module_granularity_threshold",
+    "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
 }
 _OFFLOAD = {"device", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu"}
 _LOGGING = {
@@ -65,19 +70,15 @@ _QUANTIZING = (
 )
 _LOADING = ("load_from_fp32_weights", "elastic_checkpoint", "pipeline_loading_checkpoint")
 _CHOSEN = (
-    *(
-        "zero_hpz_partition_size",
-        "mics_shard_size",
-        "mics_hierarchical_params_gather",
-        "legacy_stage1",
-        "leaf_module",
-    ),
-    *(
-        "override_module_apply",
-        "cpu_offload_use_pin_memory",
-        "zenflow",
-        "save_muon_momentum_buffer_in_memory",
-    ),
+    "zero_hpz_partition_size",
+    "mics_shard_size",
+    "mics_hierarchical_params_gather",
+    "legacy_stage1",
+    "leaf_module",
+    "override_module_apply",
+    "cpu_offload_use_pin_memory",
+    "zenflow",
+    "save_muon_momentum_buffer_in_memory",
     "compute_grad_norm",
 )
 REASONS = {

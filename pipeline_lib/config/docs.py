@@ -50,10 +50,8 @@ def config_json_schema() -> str:
 
     They complete keys with it too.
     """
-    schema = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **ConfigFile.model_json_schema(),
-    }
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    schema |= ConfigFile.model_json_schema()
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -64,25 +62,29 @@ def config_page() -> str:
     """
     schema = ConfigFile.model_json_schema()
     definitions = schema["$defs"]
-    tables = []
-    for title, section in dict(
-        _sections("", schema, definitions)
-    ).items():  # several models have the section `rope`
-        rows = [
-            f"| `{key}` | {_value(node)} | {_default(node)} | "
-            + node.get("description", "").replace("|", "\\|")
-            + " |"
-            for key, node in sorted(
-                section["properties"].items(), key=lambda item: item[0] != "source"
-            )
-            # A section that may be left out has a row too.
-            if not _members(node, definitions) or "anyOf" in node or _is_optional_list(node)
-        ]
+    parts = [_INTRODUCTION.strip()]
+    sections = dict(_sections("", schema, definitions))  # several models have the section `rope`
+    for title, section in sections.items():
+        rows = _rows(section, definitions)
         if rows:
-            tables.append(
-                "\n".join([f"## {title}", "", section["description"], "", _HEADER, *rows])
-            )
-    return "\n\n".join([_INTRODUCTION.strip(), *tables, _effects()]) + "\n"
+            lines = [f"## {title}", "", section["description"], "", _HEADER, *rows]
+            parts.append("\n".join(lines))
+    parts.append(_effects())
+    return "\n\n".join(parts) + "\n"
+
+
+def _rows(section: Node, definitions: Node) -> list[str]:
+    """Return the lines of a section's table, `source` first."""
+    rows = []
+    properties = section["properties"]
+    for key in sorted(properties, key=lambda key: key != "source"):
+        node = properties[key]
+        # A section that may be left out has a row too.
+        is_optional = "anyOf" in node or _is_optional_list(node)
+        if is_optional or not _members(node, definitions):
+            description = node.get("description", "").replace("|", "\\|")
+            rows.append(f"| `{key}` | {_value(node)} | {_default(node)} | {description} |")
+    return rows
 
 
 def _effects() -> str:
@@ -90,30 +92,29 @@ def _effects() -> str:
     keys_of: dict[Effect, list[str]] = {}
     for key, effect in EFFECTS.items():
         keys_of.setdefault(effect, []).append(f"`{key}`")
-    rows = [
-        f"| {effect.anew} | {effect.result} | {', '.join(keys)} |"
-        for effect, keys in keys_of.items()
-    ]
-    return "\n".join([_CHANGES, *rows])
+    lines = [_CHANGES]
+    for effect, keys in keys_of.items():
+        lines.append(f"| {effect.anew} | {effect.result} | {', '.join(keys)} |")
+    return "\n".join(lines)
 
 
 def _sections(name: str, section: Node, definitions: Node) -> Iterator[tuple[str, Node]]:
     """Yield every section with its title, the outer before the inner."""
     yield (f"`{name}`" if name else "Top level"), section
     for key, node in section["properties"].items():
-        members = [] if _is_optional_list(node) else _members(node, definitions)
-        path = f"{name}.{key}".lstrip(".") + ("[]" if node.get("type") == "array" else "")
+        if _is_optional_list(node):
+            continue
+        members = _members(node, definitions)
+        path = f"{name}.{key}".lstrip(".")
+        if node.get("type") == "array":
+            path += "[]"
         for member in members:
-            if len(members) == 1:
-                yield from _sections(path, member, definitions)
-            else:
+            inner = _sections(path, member, definitions)
+            if len(members) > 1:
+                next(inner)  # the member itself, whose title says its source instead
                 sources = _value(member["properties"]["source"]).replace("`, `", "` or `")
                 yield f"`{path}` with source {sources}", member
-                yield from (
-                    inner
-                    for inner in _sections(path, member, definitions)
-                    if inner[1] is not member
-                )
+            yield from inner
 
 
 def _is_optional_list(node: Node) -> bool:
@@ -153,11 +154,12 @@ def _value(node: Node) -> str:
         return f"list of {_value(node['items'])}"
     if node.get("minimum", node) == node.get("maximum"):
         return f"`{node['minimum']}`"
-    limits = {sign: node[key] for key, sign in _BOUNDS.items() if key in node}
-    bounds = [
-        f"{sign} {limit:{',' if isinstance(limit, int) else 'g'}}" for sign, limit in limits.items()
-    ]
-    return " ".join([_TYPES[node["type"]], ", ".join(bounds)]).strip()
+    bounds = []
+    for key, sign in _BOUNDS.items():
+        if key in node:
+            limit = node[key]
+            bounds.append(f"{sign} {limit:,}" if isinstance(limit, int) else f"{sign} {limit:g}")
+    return f"{_TYPES[node['type']]} {', '.join(bounds)}".strip()
 
 
 def _default(node: Node) -> str:

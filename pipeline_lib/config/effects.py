@@ -4,7 +4,6 @@ docs/config.md shows this table, and tests/config/test_compile.py compares it wi
 compiled configs.
 """
 
-import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -55,8 +54,13 @@ def _of(section: str, keys: str, stages: tuple[str, ...], result: Result) -> dic
 
 
 _SAME_BITS = {
-    *("save_every_steps", "save_async", "keep_last", "timeout_s", "start_timeout_s"),
-    *("sample_every_steps", "profile_every_steps"),
+    "save_every_steps",
+    "save_async",
+    "keep_last",
+    "timeout_s",
+    "start_timeout_s",
+    "sample_every_steps",
+    "profile_every_steps",
 }
 # By key, without the source of a model or of data unless these differ.
 EFFECTS: dict[str, Effect] = {
@@ -113,18 +117,3 @@ EFFECTS: dict[str, Effect] = {
     **_of("merge.", "dtype base", MERGE, Result.YES),
     **_of("evaluate.", "prompts generations max_new_tokens", EVALUATE, Result.YES),
 }
-
-
-def effect_of(key: str) -> Effect | None:
-    """Return what `key` changes: `model(tiny).layers`, `train.lora.rank`; None without a stage.
-
-    A key in a section of its own has the effect of the section.
-    """
-    plain = re.sub(r"\(\w+\)", "", key)
-    while key:
-        for name in (key, plain):
-            if name in EFFECTS:
-                return EFFECTS[name]
-        key = key.rpartition(".")[0]
-        plain = plain.rpartition(".")[0]
-    return None

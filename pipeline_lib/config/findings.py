@@ -1,17 +1,17 @@
 """What is said of experiments before anything runs: refusals, warnings and notes."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from pipeline_lib.config.schema import Config
+from pipeline_lib.config.strict_yaml import undotted
 from pipeline_lib.config.sweep import having
 from pipeline_lib.core.errors import ConfigError
 
 Kind = Literal["refusal", "warning", "note"]
 _KINDS: tuple[Kind, ...] = ("refusal", "warning", "note")
 _REFUSED = "the training would be refused"
-_KEY = re.compile(r"[a-z_]+(\.[a-z_]+|\[\d+\])*")
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,14 @@ class Finding:
 
 
 def finding_of(kind: Kind, text: str) -> Finding:
-    """Return the finding that `text` says: `KEY: SENTENCE`, or a sentence about no key."""
+    """Return the finding that `text` says: `KEY: SENTENCE`, or a sentence about no key.
+
+    What stands before the colon is a key only if the config has its section: it may also be the
+    name of a host.
+    """
     key, colon, sentence = text.partition(": ")
-    if colon and _KEY.fullmatch(key):
+    keys = undotted(key)
+    if colon and keys and keys[0] in Config.model_fields:
         return Finding(kind, key, sentence)
     return Finding(kind, "", text)
 

@@ -136,11 +136,9 @@ def read_halving(given: Any) -> tuple[Halving | None, list[str]]:
         problems.append(
             f"keep: {json.dumps(keep)} is not a number above 0 and up to {LARGEST_KEEP}"
         )
-    return (
-        (None, sorted(problems))
-        if problems
-        else (Halving(int(given["first_step"]), float(keep)), [])
-    )
+    if problems:
+        return None, sorted(problems)
+    return Halving(int(given["first_step"]), float(keep)), []
 
 
 def halving_problems(halving: Halving, config: Config) -> Iterator[tuple[Keys, str]]:
@@ -185,10 +183,11 @@ def halving_problems(halving: Halving, config: Config) -> Iterator[tuple[Keys, s
 
 def rungs_of(halving: Halving, trainings: Mapping[str, Spec]) -> tuple[Rung, ...]:
     """Return the rungs of the whole `trainings`, by digest in file order; equal rungs share it."""
-    return tuple(
-        Rung(halving, step, digest, {key: until(step, whole) for key, whole in trainings.items()})
-        for step, digest in rung_digests(halving, list(trainings))
-    )
+    rungs = []
+    for step, digest in rung_digests(halving, list(trainings)):
+        to_rung = {whole: until(step, spec) for whole, spec in trainings.items()}
+        rungs.append(Rung(halving, step, digest, to_rung))
+    return tuple(rungs)
 
 
 def rung_digests(halving: Halving, trainings: Sequence[str]) -> list[tuple[int, str]]:
@@ -217,9 +216,9 @@ def decide(
     on: there is nothing left to save. `reached` is in the order of the file, by the digest of the
     whole training; `names` are the experiments that share it.
     """
-    losses = {
-        training: math.inf if one.loss is None else one.loss for training, one in reached.items()
-    }
+    losses = {}
+    for training, one in reached.items():
+        losses[training] = math.inf if one.loss is None else one.loss
     order = sorted(reached, key=losses.__getitem__)
     sound = [training for training in order if reached[training].loss is not None]
     are_over = all(reached[training].has_ended for training in sound)
@@ -278,12 +277,8 @@ def read_decision(path: Path) -> Decision:
         with unreadable_named(path):
             content = read_json(path)
         competitors = tuple(Competitor(**one) for one in content["competitors"])
-        wrong = [
-            one
-            for one in competitors
-            if not _is_loss(one.loss) or not isinstance(one.goes_on, bool)
-        ]
-        if wrong or not any(one.goes_on for one in competitors):
+        are_sound = all(_is_loss(one.loss) and isinstance(one.goes_on, bool) for one in competitors)
+        if not are_sound or not any(one.goes_on for one in competitors):
             raise TypeError("nobody goes on, or a loss is no number")
         return Decision(int(content["step"]), content["next_step"], competitors)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -4,21 +4,19 @@ A default of the tool that differs from ours is written out, so that the importe
 alike.
 """
 
-import math
 from pathlib import Path
-from typing import Any
 
 from pipeline_lib.config.import_adapters import convert_adapters, convert_base
+from pipeline_lib.config.import_batch import convert_batch
 from pipeline_lib.config.import_datasets import holds_nothing_out
 from pipeline_lib.config.import_draft import Draft
 from pipeline_lib.config.import_placement import convert_placement
-from pipeline_lib.config.import_tokens import convert_tokens, is_packed
+from pipeline_lib.config.import_tokens import convert_tokens
 from pipeline_lib.config.import_tools import AXOLOTL, SWIFT, Origin
 from pipeline_lib.config.optimizers import ADAPTERS, DEEPSPEED, DEFAULT, OPTIMIZERS, OptimizerName
-from pipeline_lib.config.train import EPOCH
+from pipeline_lib.config.train import AUTO, EPOCH
 
 NEVER_CLIPS = 1e9  # a norm that no gradient has
-MOST_GPUS = 64  # of one node, by the schema
 
 
 def convert_arguments(draft: Draft, origin: Origin) -> None:
@@ -27,7 +25,7 @@ def convert_arguments(draft: Draft, origin: Origin) -> None:
     if origin.is_of_training:
         convert_tokens(draft, origin)
         convert_adapters(draft, origin)
-    _batch(draft, origin)
+    convert_batch(draft, origin)
     _length(draft, origin)
     _optimizer(draft, origin)
     _schedule(draft, origin)
@@ -44,12 +42,12 @@ def _model(draft: Draft, origin: Origin) -> None:
     revision = draft.text("model_revision")
     if name is None:
         return
-    places = (Path(name).expanduser(), origin.folder / Path(name).expanduser())
+    path = Path(name).expanduser()
+    places = (path, origin.folder / path)
     folder = next((place for place in places if place.is_dir()), None)
     if folder is not None or name.startswith(("/", "~", "./", "../")):
-        draft.taken(
-            "model_name_or_path", {"model": {"source": "local", "path": str(folder or places[0])}}
-        )
+        model = {"source": "local", "path": str(folder or path)}
+        draft.taken("model_name_or_path", {"model": model})
         draft.without("model_revision", "a folder has no revisions")
         return
     model = {"source": origin.hub, "name": name}
@@ -64,122 +62,6 @@ def _model(draft: Draft, origin: Origin) -> None:
     )
 
 
-_BATCH = (
-    "per_device_train_batch_size gradient_accumulation_steps train_batch_size ray_num_workers "
-    "num_processes nproc_per_node packing neat_packing"
-)
-
-
-def _batch(draft: Draft, origin: Origin) -> None:
-    """Convert the batch: micro-batch x accumulation x GPUs, or the total in DeepSpeed's JSON."""
-    micro_key = "per_device_train_batch_size"
-    micro = draft.whole(micro_key, origin.default(micro_key))
-    gpus = _ranks(draft)
-    accumulation = _accumulation(draft, origin, micro, gpus)
-    total = draft.whole("train_batch_size")
-    if any(number is not None and number < 1 for number in (micro, accumulation, total, gpus)):
-        draft.problems.append("the batch: its numbers have to be at least 1")
-        return
-    if draft.truth("use_cpu") or draft.truth("no_cuda"):
-        draft.taken("use_cpu no_cuda", {"cluster.gpus_per_node": 0})
-    if micro is None or accumulation is None:
-        _batch_of_total(draft, total, gpus)
-        return
-    said = f"{micro} a GPU x {accumulation} accumulated x "
-    is_exact = draft.has("per_device_train_batch_size") and (
-        draft.has("gradient_accumulation_steps") or total is None
-    )
-    if total is not None and is_exact:
-        ranks, rest = divmod(total, micro * accumulation)
-        if rest or not ranks or gpus not in (None, ranks):
-            number = gpus or "a whole number of"
-            text = f"train_batch_size {total} is not {micro} x {accumulation} x {number} GPUs"
-            draft.problems.append(f"{text}; DeepSpeed refuses it, too")
-            return
-        gpus = ranks
-    known = gpus if gpus is not None and gpus // _machines(draft) <= MOST_GPUS else None
-    samples = total if total is not None else micro * accumulation * (known or 1)
-    if known:
-        said += f"{known} GPUs" if known > 1 else "1 GPU"
-    else:
-        said += "1 GPU, since the files do not say how many there are. With N, import with --gpus N"
-    values: dict[str, Any] = {"train.global_batch_samples": samples}
-    block = draft.values.get("shard.block_tokens")
-    if block is not None and is_packed(draft):
-        values = {"train.global_batch_tokens": samples * block}
-        said += f"; with packing, a sample there is a packed sequence of {block} tokens"
-    elif origin.is_of_training and is_packed(draft):
-        said += "; a sample there is a packed sequence, of a length that no file says: set"
-        said += " train.global_batch_tokens"
-    else:
-        draft.taken(
-            "packing neat_packing",
-            why="off there, so a batch counts samples; none sees another here",
-        )
-    if not draft.values.get("cluster.gpus_per_node", 1):
-        known = None
-        said = f"{micro} x {accumulation} accumulated, on the CPU"
-    else:
-        values["cluster.gpus_per_node"] = _gpus_of_a_machine(draft, known)
-    draft.changed(_BATCH, values, f"samples of an optimizer step over all ranks: {said}")
-
-
-def _machines(draft: Draft) -> int:
-    return draft.whole("num_machines", 1) or 1
-
-
-def _gpus_of_a_machine(draft: Draft, ranks: int | None) -> int:
-    return max(1, (ranks or 1) // _machines(draft))
-
-
-def _ranks(draft: Draft) -> int | None:
-    """Return the number of GPUs of all machines, or None if neither file nor `--gpus` says it."""
-    machines = _machines(draft)
-    why = "which GPUs a run may take: the same variable says it here"
-    draft.taken("cuda_visible_devices", why=why)
-    if machines > 1:
-        why = "for several machines set cluster.nodes and cluster.internode_gbit_s; the batch "
-        draft.changed("num_machines", None, f"{why}counts all GPUs (docs/two-machines.md)")
-    draft.taken("num_machines", why="one machine, as here by default")
-    of_all = [key for key in ("num_processes", "ray_num_workers") if draft.has(key)]
-    total = draft.whole(of_all[0]) if of_all else None
-    per_node = draft.whole("nproc_per_node")
-    if total is not None and total % machines:
-        draft.problems.append(f"num_processes: {total} is no multiple of {machines} machines")
-    if per_node is None:
-        return total
-    if total is not None and total != per_node * machines:
-        one = draft.given["nproc_per_node"][0]
-        text = f"{one.file}: {one}: contradicts {of_all[0]}: {total}"
-        draft.problems.append(f"{text}; correct one of them, or leave out --gpus")
-    return per_node * machines
-
-
-def _accumulation(draft: Draft, origin: Origin, micro: int | None, gpus: int | None) -> int | None:
-    """Return the micro-batches that a rank accumulates; None if neither file nor tool says it."""
-    key = "gradient_accumulation_steps"
-    by_default: int | None = origin.default(key)
-    if origin.tool == SWIFT and micro:
-        by_default = math.ceil(16 / micro / (gpus or 1))
-    elif by_default is None and micro:
-        by_default = 1
-    return draft.whole(key, by_default)
-
-
-def _batch_of_total(draft: Draft, total: int | None, ranks: int | None) -> None:
-    """Convert the batch of a DeepSpeed JSON whose micro-batch is not given."""
-    gpus = draft.values.get("cluster.gpus_per_node", _gpus_of_a_machine(draft, ranks))
-    values = {"cluster.gpus_per_node": gpus}
-    if total is not None:
-        why = "samples of an optimizer step over all GPUs"
-        if ranks is None:
-            why += "; no file says how many GPUs there are, so 1"
-        draft.changed(_BATCH, {"train.global_batch_samples": total, **values}, why)
-        return
-    why = "the Trainer's arguments decide, and no file has them: give them as another FILE, or set"
-    draft.changed(_BATCH, values, f"{why} train.global_batch_samples and cluster.gpus_per_node")
-
-
 def _length(draft: Draft, origin: Origin) -> None:
     steps = draft.whole("max_steps", origin.default("max_steps"))
     if steps is not None and steps > 0:
@@ -190,20 +72,13 @@ def _length(draft: Draft, origin: Origin) -> None:
         draft.taken("max_steps", why="none: the epochs decide")
     end = draft.whole("total_num_steps")
     if end is not None and not origin.has_arguments:
-        draft.changed(
-            "total_num_steps", {"train.max_steps": end}, "the training ends where the schedule does"
-        )
-    draft.changed(
-        "total_num_steps",
-        None,
-        "the schedule ends with the training here, as it does under the Trainer",
-    )
+        why = "the training ends where the schedule does"
+        draft.changed("total_num_steps", {"train.max_steps": end}, why)
+    why = "the schedule ends with the training here, as it does under the Trainer"
+    draft.changed("total_num_steps", None, why)
     if draft.has("seed"):
-        draft.changed(
-            "seed",
-            {"train.seed": draft.whole("seed")},
-            "another order than there: the generators differ",
-        )
+        why = "another order than there: the generators differ"
+        draft.changed("seed", {"train.seed": draft.whole("seed")}, why)
 
 
 def _optimizer(draft: Draft, origin: Origin) -> None:
@@ -268,27 +143,28 @@ def _key_and_optimizer(draft: Draft) -> tuple[str, OptimizerName | None]:
     return key, None
 
 
-_LINEAR = ("linear", "warmupdecaylr")
-_CONSTANT = ("constant", "constant_with_warmup", "warmuplr")
-_COSINE = ("cosine", "cosine_with_min_lr", "warmupcosinelr")
+_SCHEDULES = {
+    "linear": "linear",
+    "warmupdecaylr": "linear",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "warmuplr": "constant",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "warmupcosinelr": "cosine",
+}
 
 
 def _schedule(draft: Draft, origin: Origin) -> None:
     key = "deepspeed_scheduler" if draft.has("deepspeed_scheduler") else "lr_scheduler_type"
     if key != "lr_scheduler_type":
-        draft.taken(
-            "lr_scheduler_type",
-            why="without effect there, too: the DeepSpeed JSON names a schedule",
-        )
+        why = "without effect there, too: the DeepSpeed JSON names a schedule"
+        draft.taken("lr_scheduler_type", why=why)
     name = draft.text(key, origin.default("lr_scheduler_type"))
     if name is None:
         return
     kind = name.lower()
-    last = draft.value("lr_scheduler_kwargs", {})
-    options = last if isinstance(last, dict) else {}
-    known = {**dict.fromkeys(_LINEAR, "linear"), **dict.fromkeys(_CONSTANT, "constant")}
-    known |= dict.fromkeys(_COSINE, "cosine")
-    ours = known.get(kind)
+    ours = _SCHEDULES.get(kind)
     if ours is None and kind == "warmup_stable_decay":
         why = (
             "decays linearly here over the last train.decay_fraction of the steps; there over "
@@ -303,14 +179,22 @@ def _schedule(draft: Draft, origin: Origin) -> None:
         draft.changed(key, {"train.lr_schedule": "cosine"}, why)
     else:
         draft.taken(key, {"train.lr_schedule": ours})
-    peak = draft.number("learning_rate", _rate(draft, origin)) or 5e-5
-    least = options.get("min_lr_rate", draft.value("cos_min_ratio"))
-    if least is None and isinstance(options.get("min_lr"), int | float):
-        least = options["min_lr"] / peak
-    if ours == "cosine" and isinstance(least, int | float) and least:
-        values = {"train.min_lr_fraction": float(f"{least:.6g}")}
-        draft.taken("lr_scheduler_kwargs cos_min_ratio", values, "a fraction of the peak")
+    if ours == "cosine":
+        _end_of_cosine(draft, origin)
     _warmup(draft, origin, is_used=kind != "constant")
+
+
+def _end_of_cosine(draft: Draft, origin: Origin) -> None:
+    """Convert the rate at which the schedule ends, if it is not 0."""
+    given = draft.value("lr_scheduler_kwargs", {})
+    options = given if isinstance(given, dict) else {}
+    fraction = options.get("min_lr_rate", draft.value("cos_min_ratio"))
+    if fraction is None and isinstance(options.get("min_lr"), int | float):
+        peak = draft.number("learning_rate", _rate(draft, origin)) or 5e-5
+        fraction = options["min_lr"] / peak
+    if isinstance(fraction, int | float) and fraction:
+        values = {"train.min_lr_fraction": float(f"{fraction:.6g}")}
+        draft.taken("lr_scheduler_kwargs cos_min_ratio", values, "a fraction of the peak")
 
 
 def _warmup(draft: Draft, origin: Origin, *, is_used: bool) -> None:
@@ -318,9 +202,8 @@ def _warmup(draft: Draft, origin: Origin, *, is_used: bool) -> None:
     ratio = draft.number("warmup_ratio", origin.default("warmup_ratio") or 0)
     keys = "warmup_steps warmup_ratio"
     if not is_used:
-        draft.taken(
-            keys, {"train.warmup_fraction": 0}, "the constant schedule has no warm-up there"
-        )
+        why = "the constant schedule has no warm-up there"
+        draft.taken(keys, {"train.warmup_fraction": 0}, why)
     elif steps is not None and steps >= 1:
         draft.taken("warmup_steps", {"train.warmup_steps": int(steps)})
         draft.taken("warmup_ratio", why="without effect there, too: warmup_steps decides")
@@ -332,57 +215,71 @@ def _warmup(draft: Draft, origin: Origin, *, is_used: bool) -> None:
         draft.taken(keys, {"train.warmup_fraction": 0})
     if draft.text("warmup_type", "linear") != "linear":
         why = "the warm-up rises linearly here, there with the logarithm of the step"
-        draft.changed("warmup_type", {"train.warmup_steps": int(steps)} if steps else None, why)
+        values = {"train.warmup_steps": int(steps)} if steps else None
+        draft.changed("warmup_type", values, why)
     draft.taken("warmup_type", why="linear, as here")
     if draft.number("warmup_min_lr"):
         draft.changed("warmup_min_lr", None, "the warm-up begins at 0 here")
     draft.taken("warmup_min_lr", why="the warm-up begins at 0, as here")
 
 
+_PRECISIONS = "bf16 fp16 fp8 pure_bf16 mixed_precision"
+
+
 def _precision(draft: Draft, origin: Origin) -> None:
-    keys = "bf16 fp16 fp8 pure_bf16 mixed_precision"
-    dtype = draft.text("torch_dtype")
-    chosen = [key for key in ("fp8", "bf16", "pure_bf16", "fp16") if draft.truth(key)]
-    mixed = draft.text("mixed_precision", "no")
-    if not chosen and origin.tool == SWIFT and dtype in ("float16", "float32"):
-        chosen = ["fp16"]
-    elif not chosen and origin.default("bf16") and draft.value("bf16") is None:
-        chosen = ["bf16"]
-    elif not chosen and mixed in ("bf16", "fp16", "fp8"):
-        chosen = [mixed]
-    if chosen and mixed not in chosen:
-        why = "without effect there, too: the arguments of the training decide"
-        draft.taken("mixed_precision", why=why)
+    chosen = _chosen_precisions(draft, origin)
     if {"bf16", "fp16"} <= set(chosen):
         draft.problems.append("bf16 and fp16: both are true; keep one of them")
-    values = {"train.precision": "bf16"}
+    bf16 = {"train.precision": "bf16"}
     is_full = draft.values.get("train.method", "full") == "full"
     if "fp8" in chosen and (not is_full or draft.has("zero_stage")):
-        draft.changed(keys, values, "fp8 is for full fine-tuning without DeepSpeed here")
+        draft.changed(_PRECISIONS, bf16, "fp8 is for full fine-tuning without DeepSpeed here")
     elif "fp8" in chosen:
-        draft.taken(keys, {"train.precision": "fp8"}, "needs the extra `fp8`")
+        draft.taken(_PRECISIONS, {"train.precision": "fp8"}, "needs the extra `fp8`")
     elif "pure_bf16" in chosen:
-        draft.changed(keys, values, "the trained weights are kept in fp32 here, there in bf16")
+        why = "the trained weights are kept in fp32 here, there in bf16"
+        draft.changed(_PRECISIONS, bf16, why)
     elif chosen:
-        draft.taken(keys, {"train.precision": chosen[0]})
+        draft.taken(_PRECISIONS, {"train.precision": chosen[0]})
     elif origin.has_deepspeed and not origin.has_arguments:
-        if any(one.value == "auto" for key in ("bf16", "fp16") for one in draft.given.get(key, [])):
-            why = "the Trainer's arguments decide, and no file has them; bf16 is our default"
-            draft.changed(keys, values, why)
-        else:
-            draft.changed(
-                keys,
-                {"train.precision": "fp32"},
-                "neither bf16 nor fp16 is enabled, so it is fp32 there",
-            )
+        _precision_of_deepspeed(draft)
     else:
         why = (
             "neither bf16 nor fp16 there: the arithmetic is in the type of the model's weights, "
             "bf16 for Qwen3"
         )
-        draft.changed(keys, values, why)
+        draft.changed(_PRECISIONS, bf16, why)
     why = "weights that are trained are kept in fp32; train.precision is that of the arithmetic"
     draft.changed("torch_dtype", None, why)
+
+
+def _chosen_precisions(draft: Draft, origin: Origin) -> list[str]:
+    """Return the keys of precisions that are switched on; by default, those of the tool."""
+    chosen = [key for key in ("fp8", "bf16", "pure_bf16", "fp16") if draft.truth(key)]
+    dtype = draft.text("torch_dtype")
+    mixed = draft.text("mixed_precision", "no")
+    if not chosen:
+        if origin.tool == SWIFT and dtype in ("float16", "float32"):
+            chosen = ["fp16"]
+        elif origin.default("bf16") and draft.value("bf16") is None:
+            chosen = ["bf16"]
+        elif mixed in ("bf16", "fp16", "fp8"):
+            chosen = [mixed]
+    if chosen and mixed not in chosen:
+        why = "without effect there, too: the arguments of the training decide"
+        draft.taken("mixed_precision", why=why)
+    return chosen
+
+
+def _precision_of_deepspeed(draft: Draft) -> None:
+    """Convert a DeepSpeed JSON without arguments that enables neither bf16 nor fp16."""
+    given = draft.given.get("bf16", []) + draft.given.get("fp16", [])
+    if any(one.value == AUTO for one in given):
+        why = "the Trainer's arguments decide, and no file has them; bf16 is our default"
+        draft.changed(_PRECISIONS, {"train.precision": "bf16"}, why)
+    else:
+        why = "neither bf16 nor fp16 is enabled, so it is fp32 there"
+        draft.changed(_PRECISIONS, {"train.precision": "fp32"}, why)
 
 
 def _saving(draft: Draft, origin: Origin) -> None:
@@ -429,6 +326,40 @@ def _a_number_an_epoch(draft: Draft, key: str, ours: str) -> None:
 
 
 def _validation(draft: Draft, origin: Origin) -> None:
+    strategy, steps = _when_validated(draft, origin)
+    keys = "eval_strategy evaluation_strategy eval_steps evals_per_epoch"
+    every: str | int | None = None
+    if strategy == EPOCH:
+        every = EPOCH
+    elif strategy == "steps" and steps is not None and steps >= 1:
+        every = int(steps)
+    if every is not None and holds_nothing_out(draft):
+        share = draft.called("val_size")
+        why = f"neither {share} nor {draft.called('eval_dataset')} holds data out"
+        draft.changed(keys, None, f"{why}, so there is nothing to validate on")
+        return
+    if every is not None and draft.has("evals_per_epoch"):
+        _a_number_an_epoch(draft, "evals_per_epoch", "train.validate_every_steps")
+    elif every is not None:
+        draft.taken(keys, {"train.validate_every_steps": every})
+    elif strategy in ("no", "false"):
+        draft.taken(keys, why="the held-out loss is taken at the end only, as here by default")
+    else:
+        why = (
+            "a number of steps or `epoch` here: set train.validate_every_steps; now only the end "
+            "is validated"
+        )
+        draft.changed(keys, None, why)
+    if every is not None and draft.truth("load_best_model_at_end"):
+        draft.taken("load_best_model_at_end", {"train.keep_best": True})
+    if every is not None and draft.has("early_stopping_steps"):
+        draft.same("early_stopping_steps", "train.early_stop_validations")
+    if draft.value("metric_for_best_model", "loss") in ("loss", "eval_loss"):
+        draft.taken("metric_for_best_model greater_is_better", why="the held-out loss, as here")
+
+
+def _when_validated(draft: Draft, origin: Origin) -> tuple[str, float | None]:
+    """Return `steps`, `epoch` or `no`, and the number of steps."""
     by_default = origin.default("eval_strategy") or "no"
     steps = draft.number("eval_steps", draft.number("logging_steps", 500))
     if origin.tool == SWIFT:
@@ -439,37 +370,7 @@ def _validation(draft: Draft, origin: Origin) -> None:
     elif origin.tool == AXOLOTL and draft.has("eval_steps"):
         by_default = "steps"
     given = draft.value("eval_strategy", draft.value("evaluation_strategy", by_default))
-    strategy = str(given).lower()
-    keys = "eval_strategy evaluation_strategy eval_steps evals_per_epoch"
-    is_on = strategy == EPOCH or (strategy == "steps" and steps is not None and steps >= 1)
-    if is_on and holds_nothing_out(draft):
-        draft.changed(
-            keys,
-            None,
-            f"neither {draft.called('val_size')} nor {draft.called('eval_dataset')} holds data out, "
-            "so there is nothing to validate on",
-        )
-        return
-    if is_on and draft.has("evals_per_epoch"):
-        _a_number_an_epoch(draft, "evals_per_epoch", "train.validate_every_steps")
-    elif is_on:
-        draft.taken(
-            keys, {"train.validate_every_steps": EPOCH if strategy == EPOCH else int(steps or 1)}
-        )
-    elif strategy in ("no", "false"):
-        draft.taken(keys, why="the held-out loss is taken at the end only, as here by default")
-    else:
-        why = (
-            "a number of steps or `epoch` here: set train.validate_every_steps; now only the end "
-            "is validated"
-        )
-        draft.changed(keys, None, why)
-    if is_on and draft.truth("load_best_model_at_end"):
-        draft.taken("load_best_model_at_end", {"train.keep_best": True})
-    if is_on and draft.has("early_stopping_steps"):
-        draft.same("early_stopping_steps", "train.early_stop_validations")
-    if draft.value("metric_for_best_model", "loss") in ("loss", "eval_loss"):
-        draft.taken("metric_for_best_model greater_is_better", why="the held-out loss, as here")
+    return str(given).lower(), steps
 
 
 _SWITCHES = {f"use_{name}": name for name in ("swanlab", "wandb", "mlflow", "tensorboard")}

@@ -6,6 +6,9 @@ Nothing is run: a command is read word by word, with the variables that the text
 import json
 import re
 import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
 
@@ -29,7 +32,7 @@ _TRAINS = {
     ("llamafactory-cli", "train"): LLAMA_FACTORY,
 }
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "python", "python3")
-_PROGRAMS = (*dict.fromkeys(program for program, _ in _TRAINS), "megatron", *_LAUNCHERS)
+_PROGRAMS = {program for program, _ in _TRAINS} | {"megatron"} | set(_LAUNCHERS)
 _OF_PREFERENCES = ("dpo", "grpo", "kto", "reward", "rloo", "ppo", "orpo", "cpo", "gkd", "rlhf")
 _BEFORE_PROGRAMS = ("nohup", "exec", "time")
 _ENVIRONMENT = {
@@ -52,6 +55,34 @@ def read_command(text: str, source: str) -> Command | None:
 
     Raises ConfigError for several commands, and for one that trains nothing that exists here.
     """
+    commands = _commands(text)
+    trainings = [one for one in commands if one.start in _TRAINS]
+    if len(trainings) == 1:  # what follows it in articles uses the model
+        commands = trainings
+    if not commands:
+        return None
+    if len(commands) > 1:
+        starts = ", ".join(" ".join(one.start) for one in commands)
+        raise ConfigError(source, [f"holds several commands ({starts}): keep one of them"])
+    words = _words(commands[0].line, commands[0].variables, source)
+    return _parts(words, commands[0].variables, source)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A command's line from its program on, and the variables that the text sets for it."""
+
+    line: str
+    variables: dict[str, str]
+
+    @property
+    def start(self) -> tuple[str, ...]:
+        """The program, and the word after it."""
+        return tuple(self.line.split()[:2])
+
+
+def _commands(text: str) -> list[_Line]:
+    """Return the lines of `text` that start a program known here."""
     variables: dict[str, str] = {}
     commands = []
     for line in re.sub(r"\\\r?\n", " ", text).splitlines():
@@ -67,18 +98,10 @@ def read_command(text: str, source: str) -> Command | None:
             variables |= environment
         elif words[0] in _PROGRAMS:
             at = re.search(rf"(^|\s){re.escape(words[0])}\s", f"{line} ")
-            commands.append((environment, line[at.start() if at else 0 :]))
-    if not commands:
-        return None
-    trainings = [one for one in commands if tuple(one[1].split()[:2]) in _TRAINS]
-    if len(trainings) == 1:  # what follows it in articles uses the model
-        commands = trainings
-    if len(commands) > 1:
-        starts = ", ".join(" ".join(line.split()[:2]) for _, line in commands)
-        raise ConfigError(source, [f"holds several commands ({starts}): keep one of them"])
-    [(environment, line)] = commands
-    words = _words(line, variables | environment, source)
-    return _parts(words, variables | environment, source)
+            command = line[at.start() :] if at else line
+            commands.append(_Line(command, environment))
+    # a variable may also be set below
+    return [_Line(one.line, variables | one.variables) for one in commands]
 
 
 def _words(line: str, variables: dict[str, str], source: str) -> list[str]:
@@ -91,8 +114,8 @@ def _words(line: str, variables: dict[str, str], source: str) -> list[str]:
         words = shlex.split(filled)
     except ValueError as error:
         raise ConfigError(source, [f"not a command: {error}"]) from error
-    ends = [number for number, word in enumerate(words) if _END_OF_COMMAND.fullmatch(word)]
-    return words[: ends[0]] if ends else words
+    is_end = _END_OF_COMMAND.fullmatch
+    return list(takewhile(lambda word: not is_end(word), words))
 
 
 def _quotient(match: re.Match[str]) -> str:
@@ -108,10 +131,12 @@ def _filled(text: str, variables: dict[str, str]) -> str:
 
 def _parts(words: list[str], variables: dict[str, str], source: str) -> Command:
     """Return the arguments of the training, and before them those of what starts its ranks."""
-    program, first = words[0], "".join(words[1:2])
-    environment = {
-        ours: scalar(variables[name]) for name, ours in _ENVIRONMENT.items() if name in variables
-    }
+    program = words[0]
+    first = words[1] if len(words) > 1 else ""
+    environment = {}
+    for name, ours in _ENVIRONMENT.items():
+        if name in variables:
+            environment[ours] = scalar(variables[name])
     if program == "megatron":
         text = (
             f"`megatron {first}` splits a model over tensors and stages, which does not exist "
@@ -141,30 +166,34 @@ def _launched(words: list[str], environment: dict[str, Any], source: str) -> Com
     """Return the launcher's options and the script's; the script decides whose arguments it has."""
     if words[1:3] == ["-m", "torch.distributed.run"]:
         words = ["torchrun", *words[3:]]
-    scripts = [
-        number
-        for number, word in enumerate(words[1:], 1)
-        if word.endswith(".py") or words[number - 1] == "-m"
-    ]
-    if not scripts:
+    at = _place_of_script(words)
+    if at is None:
         raise ConfigError(source, [f"`{words[0]}` starts no script that ends in .py"])
-    at = scripts[0]
     name = PurePath(words[at]).name.removesuffix(".py").rpartition(".")[2]
     _refuse_others(name, words[at], source)
     options = _options(word for word in words[1:at] if word not in ("-m", "launch"))
     launcher = environment | {_LAUNCHER_NAMES.get(key, key): options[key] for key in options}
-    is_swift = "swift" in words[at]
     if name == "sft":
-        tool = SWIFT if is_swift else TRL
+        tool = SWIFT if "swift" in words[at] else TRL
     elif "axolotl" in words[at]:
         tool = AXOLOTL
     else:
         tool = ARGUMENTS
-    parts: Command = [(tool, _options(words[at + 1 :]))]
-    return [*parts, (ACCELERATE, launcher)] if launcher else parts
+    parts = [(tool, _options(words[at + 1 :]))]
+    if launcher:
+        parts.append((ACCELERATE, launcher))
+    return parts
 
 
-def _options(words: Any) -> dict[str, Any]:
+def _place_of_script(words: list[str]) -> int | None:
+    """Return the place in `words` of the script, or of the module after `-m`."""
+    for number in range(1, len(words)):
+        if words[number].endswith(".py") or words[number - 1] == "-m":
+            return number
+    return None
+
+
+def _options(words: Iterable[str]) -> dict[str, Any]:
     """Return the values by option; of an option without one, true. A lone file is `config`."""
     given: dict[str, list[Any]] = {}
     name = ""

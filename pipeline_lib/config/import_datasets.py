@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline_lib.config.content import DATA_SUFFIXES, data_files
 from pipeline_lib.config.import_draft import AccountPart, Draft, Given, Row, shown
+from pipeline_lib.config.section import flat
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.text import did_you_mean
 
@@ -18,20 +19,34 @@ Source = dict[str, Any]  # an item of data.train
 
 INFO_NAME = "dataset_info.json"
 DEFAULT_SHARE = 0.05  # held out, where the number of rows there is no share that is known
-_PLACES = ("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+_HUB_KEYS = {"modelscope": "ms_hub_url", "huggingface": "hf_hub_url"}
+_OTHER_PLACES = ("om_hub_url", "script_url", "cloud_file_name")  # which are not read
+_PLACES = ("file_name", *_HUB_KEYS.values(), *_OTHER_PLACES)
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "openai": "messages"}
 # By their name in `columns` and `tags`: our name of the key, by format.
-_ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
-_COMMON = {"system": "system", "tools": "tools"}
 _COLUMNS: dict[str, dict[str, str]] = {
-    "alpaca": {**_ALPACA, **_COMMON},
+    "alpaca": {
+        "prompt": "instruction",
+        "query": "input",
+        "response": "output",
+        "history": "history",
+        "system": "system",
+        "tools": "tools",
+    },
     "sharegpt": {
         "messages": "conversations",
         "role_tag": "from",
         "content_tag": "value",
-        **_COMMON,
+        "system": "system",
+        "tools": "tools",
     },
-    "messages": {"messages": "messages", "role_tag": "role", "content_tag": "content", **_COMMON},
+    "messages": {
+        "messages": "messages",
+        "role_tag": "role",
+        "content_tag": "content",
+        "system": "system",
+        "tools": "tools",
+    },
     "text": {"prompt": "text"},
 }
 _ROLES = {
@@ -63,10 +78,11 @@ class Info:
 
 def is_dataset_info(document: dict[str, Any]) -> bool:
     """Return whether `document` has the form of a dataset_info.json."""
-    entries = list(document.values())
-    return bool(entries) and all(
-        isinstance(one, dict) and any(key in one for key in _PLACES) for one in entries
-    )
+    return bool(document) and all(_is_entry(one) for one in document.values())
+
+
+def _is_entry(value: Any) -> bool:
+    return isinstance(value, dict) and any(key in value for key in _PLACES)
 
 
 def convert_datasets(draft: Draft, info: Info | None, hub: str, count_rows: CountRows) -> None:
@@ -90,34 +106,42 @@ def convert_datasets(draft: Draft, info: Info | None, hub: str, count_rows: Coun
         return
     if is_online:
         info = None
-    wanted = {"dataset": names, "eval_dataset": held_out}
-    unknown = [
-        (key, name)
-        for key in wanted
-        for name in wanted[key]
-        if info is not None and name not in info.entries
-    ]
-    if info is not None and unknown:
-        for key, name in unknown:
-            draft.problems.append(
-                f"{key}: {name} is not in {info.file}{did_you_mean(name, info.entries)}"
-            )
-        return
+    if info is not None:
+        unknown = _unknown_names(info, "dataset", names)
+        unknown += _unknown_names(info, "eval_dataset", held_out)
+        draft.problems += unknown
+        if unknown:
+            return
     every = {name: _source_of(draft, info, name, hub) for name in dict.fromkeys(names + held_out)}
     sources = [every[name] for name in names]
     hold_out(draft, held_out, sources, count_rows)
     if held_out:
         draft.taken("eval_dataset", {"data.validation": [every[name] for name in held_out]})
-    if info is not None and (others := [name for name in info.entries if name not in every]):
-        given = tuple(Given(info.file, name, None) for name in others)
-        text = f"{len(others)} other data sets of {info.file}"
-        draft.rows.append(
-            Row(AccountPart.NONE, given, text, "", "used by neither `dataset` nor `eval_dataset`")
-        )
+    if info is not None:
+        _account_for_others(draft, info, every)
     why = _mixing(draft, names)
     if why:
         draft.changed("dataset dataset_dir max_samples", {"data.train": sources}, why)
     draft.taken("dataset dataset_dir max_samples", {"data.train": sources})
+
+
+def _unknown_names(info: Info, key: str, names: Sequence[str]) -> list[str]:
+    """Return a problem for each of `names`, the value of `key`, that `info` has no entry for."""
+    problems = []
+    for name in names:
+        if name not in info.entries:
+            hint = did_you_mean(name, info.entries)
+            problems.append(f"{key}: {name} is not in {info.file}{hint}")
+    return problems
+
+
+def _account_for_others(draft: Draft, info: Info, used: Collection[str]) -> None:
+    others = [name for name in info.entries if name not in used]
+    if others:
+        given = tuple(Given(info.file, name, None) for name in others)
+        text = f"{len(others)} other data sets of {info.file}"
+        why = "used by neither `dataset` nor `eval_dataset`"
+        draft.rows.append(Row(AccountPart.NONE, given, text, "", why))
 
 
 def _mixing(draft: Draft, names: list[str]) -> str:
@@ -147,10 +171,8 @@ def hold_out(
     draft.taken("eval_on_each_dataset", why="the report shows the held-out loss of each source")
     if held_out:
         if size:
-            draft.problems.append(
-                f"{draft.called('val_size')} and {draft.called('eval_dataset')}: both say what is "
-                "held out; keep one of them"
-            )
+            keys = f"{draft.called('val_size')} and {draft.called('eval_dataset')}"
+            draft.problems.append(f"{keys}: both say what is held out; keep one of them")
         return
     if 0 <= size < 1:
         draft.taken("val_size", {"data.validation_fraction": size})
@@ -166,10 +188,8 @@ def hold_out(
         draft.changed("val_size", {"data.validation_fraction": DEFAULT_SHARE}, why)
         return
     if size >= rows:
-        draft.problems.append(
-            f"{draft.called('val_size')}: {shown(size)} rows, and the data have {rows}; none would be left to train "
-            "on"
-        )
+        text = f"{draft.called('val_size')}: {shown(size)} rows, and the data have {rows}"
+        draft.problems.append(f"{text}; none would be left to train on")
         return
     share = float(f"{size / rows:.6g}")
     why = (
@@ -214,17 +234,13 @@ def _rows(draft: Draft, samples: int | None) -> dict[str, Any]:
 def _source(draft: Draft, info: Info, name: str, hub: str) -> Source:
     """Return the item of `data.train` for the entry `name`, and account for the entry's keys."""
     entry: dict[str, Any] = info.entries[name]
-    for key, value in entry.items():
-        for inner, leaf in value.items() if isinstance(value, dict) else [("", value)]:
-            full = f"{key}.{inner}" if inner else key
-            draft.add(f"{name}.{full}", Given(info.file, f"{name}.{full}", leaf))
-    columns = entry.get("columns")
-    if entry.get("ranking") or any(
-        key in columns for key in _COMPARED if isinstance(columns, dict)
-    ):
-        draft.problems.append(
-            f"{info.file}: {name}: preference data; take a data set of examples to follow"
-        )
+    for key, value in flat(entry):
+        draft.add(f"{name}.{key}", Given(info.file, f"{name}.{key}", value))
+    named = entry.get("columns")
+    has_compared = isinstance(named, dict) and any(key in named for key in _COMPARED)
+    if entry.get("ranking") or has_compared:
+        text = "preference data; take a data set of examples to follow"
+        draft.problems.append(f"{info.file}: {name}: {text}")
     place = _place(draft, info, name, entry, hub)
     if place["source"] != "file":
         place.update(_part_of_hub(draft, name, entry))
@@ -236,41 +252,30 @@ def _source(draft: Draft, info: Info, name: str, hub: str) -> Source:
         why = "a random choice there; here the first rows, max_rows"
         draft.changed(f"{name}.num_samples", None, why)
     for kind in _MEDIA:
-        draft.without(
-            f"{name}.columns.{kind}",
-            "only text is supported: rows with pictures or sounds are refused",
-        )
+        why = "only text is supported: rows with pictures or sounds are refused"
+        draft.without(f"{name}.columns.{kind}", why)
     draft.taken(f"{name}.ranking", why="examples to follow, as all data here")
     return {key: value for key, value in source.items() if value not in ({}, None)}
 
 
 def _place(draft: Draft, info: Info, name: str, entry: dict[str, Any], hub: str) -> dict[str, Any]:
     """Return where the rows lie: on a hub, before a script, before the cloud, before a file."""
-    keys = {"modelscope": "ms_hub_url", "huggingface": "hf_hub_url"}
-    chosen = (
-        hub
-        if keys[hub] in entry
-        else next((one for one, key in keys.items() if key in entry), None)
-    )
     all_places = " ".join(f"{name}.{key}" for key in _PLACES)
-    if chosen is not None:
-        draft.taken(f"{name}.{keys[chosen]}", why=f"data.train, source: {chosen}")
-        draft.changed(
-            all_places, None, f"the rows are taken from {chosen}; `source` may name the other hub"
-        )
-        return {"source": chosen, "name": entry[keys[chosen]]}
-    key = next(
-        key for key in ("om_hub_url", "script_url", "cloud_file_name", "file_name") if key in entry
-    )
-    path = info.folder / str(entry[key])
-    if key == "file_name" and path.is_dir():
+    hubs = [one for one, key in _HUB_KEYS.items() if key in entry]
+    if hubs:
+        chosen = hub if hub in hubs else hubs[0]
+        draft.taken(f"{name}.{_HUB_KEYS[chosen]}", why=f"data.train, source: {chosen}")
+        why = f"the rows are taken from {chosen}; `source` may name the other hub"
+        draft.changed(all_places, None, why)
+        return {"source": chosen, "name": entry[_HUB_KEYS[chosen]]}
+    is_file = not any(key in entry for key in _OTHER_PLACES)
+    path = info.folder / str(entry.get("file_name"))
+    if is_file and path.is_dir():
         found = [suffix for suffix in DATA_SUFFIXES if any(path.glob(f"*{suffix}"))]
+        suffix = found[0] if found else ".json"
         draft.taken(all_places, why="data.train, all files of the folder")
-        return {
-            "source": "file",
-            "path": f"{glob.escape(str(path))}/*{found[0] if found else '.json'}",
-        }
-    if key == "file_name" and path.name.endswith(DATA_SUFFIXES):
+        return {"source": "file", "path": f"{glob.escape(str(path))}/*{suffix}"}
+    if is_file and path.name.endswith(DATA_SUFFIXES):
         draft.taken(all_places, why="data.train, source: file")
         return {"source": "file", "path": glob.escape(str(path))}
     why = "not read: data come from files (json, jsonl, csv, parquet), huggingface and modelscope"
@@ -288,11 +293,8 @@ def _part_of_hub(draft: Draft, name: str, entry: dict[str, Any]) -> dict[str, An
     split = draft.text(f"{name}.split", "train") or "train"
     if cut := re.fullmatch(r"(\w+)\[.*\]", split):
         part["split"] = cut[1]
-        draft.changed(
-            f"{name}.split",
-            None,
-            f"slices are not read: all of {cut[1]} is taken; max_rows takes the first",
-        )
+        why = f"slices are not read: all of {cut[1]} is taken; max_rows takes the first"
+        draft.changed(f"{name}.split", None, why)
     elif split != "train":
         part["split"] = split
     draft.taken(f"{name}.split", why="data.train, split")
@@ -316,22 +318,21 @@ def _layout(
     if draft.value("stage") == "pt" and row_format == "alpaca":
         row_format = "text"
     draft.taken(f"{name}.formatting", why=f"data.train, format: {row_format}")
-    columns, roles = {}, {}
-    for section in ("columns", "tags"):
-        named = entry.get(section)
-        for key, theirs in named.items() if isinstance(named, dict) else ():
-            full = f"{name}.{section}.{key}"
-            ours = _COLUMNS[row_format].get(key)
-            if not isinstance(theirs, str) or not theirs:
-                continue
-            if ours is not None:
-                if theirs != ours:
-                    columns[ours] = theirs
-                draft.taken(full, why=f"data.train, columns: {ours}")
-            elif key in _ROLES:
-                if _KNOWN_ROLES.get(theirs, theirs) != _ROLES[key]:
-                    roles[theirs] = _ROLES[key]
-                draft.taken(full, why=f"data.train, roles: {_ROLES[key]}")
+    columns: dict[str, str] = {}
+    roles: dict[str, str] = {}
+    for full, theirs in flat(entry):
+        section, _, key = full.partition(".")
+        if section not in ("columns", "tags") or not isinstance(theirs, str) or not theirs:
+            continue
+        ours = _COLUMNS[row_format].get(key)
+        if ours is not None:
+            if theirs != ours:
+                columns[ours] = theirs
+            draft.taken(f"{name}.{full}", why=f"data.train, columns: {ours}")
+        elif key in _ROLES:
+            if _KNOWN_ROLES.get(theirs, theirs) != _ROLES[key]:
+                roles[theirs] = _ROLES[key]
+            draft.taken(f"{name}.{full}", why=f"data.train, roles: {_ROLES[key]}")
     if row_format == "text" and "text" not in columns and "columns" not in entry:
         columns["text"] = "instruction"  # LLaMA-Factory's own default of `prompt`
     return row_format, columns, roles

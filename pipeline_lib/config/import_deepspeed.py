@@ -34,19 +34,18 @@ _NAMES = {
     f"{_ZERO}.offload_param.device": "offload_param.device",
 }
 # What DeepSpeed takes where its own optimizer or schedule is named without the value.
-_OPTIMIZER = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
-_WARMUP = {"warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "log"}
-_COSINE = {"warmup_num_steps": 1000, "warmup_type": "log", "cos_min_ratio": 0.0001}
+_OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+_WARMUP: dict[str, Any] = {"warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "log"}
+_COSINE: dict[str, Any] = {"warmup_num_steps": 1000, "warmup_type": "log", "cos_min_ratio": 0.0001}
 _SCHEDULES = {"WarmupLR": _WARMUP, "WarmupDecayLR": _WARMUP, "WarmupCosineLR": _COSINE}
 
 
 def is_deepspeed(document: dict[str, Any]) -> bool:
     """Return whether `document` has the form of a DeepSpeed JSON."""
     objects = ("fp16", "bf16", _ZERO, "optimizer", "scheduler")
-    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu")
-    return any(isinstance(document.get(key), dict) for key in objects) or any(
-        key in document for key in sizes
-    )
+    if any(isinstance(document.get(key), dict) for key in objects):
+        return True
+    return "train_batch_size" in document or "train_micro_batch_size_per_gpu" in document
 
 
 def add_deepspeed(draft: Draft, document: dict[str, Any], file: str, above: str = "") -> None:
@@ -66,33 +65,24 @@ def add_deepspeed(draft: Draft, document: dict[str, Any], file: str, above: str 
         else:
             draft.add(_NAMES.get(name, name), given)
     if isinstance(optimizer, dict):
-        _add_defaults(
-            draft, optimizer, _OPTIMIZER, file, f"{above}optimizer.params", is_rate_scheduled
-        )
+        defaults = dict(_OPTIMIZER)
+        if is_rate_scheduled:
+            del defaults["lr"]
+        _add_defaults(draft, optimizer, defaults, file, f"{above}optimizer.params")
     if isinstance(scheduler, dict):
-        _add_defaults(
-            draft,
-            scheduler,
-            _SCHEDULES.get(str(scheduler.get("type")), {}),
-            file,
-            f"{above}scheduler.params",
-        )
+        defaults = _SCHEDULES.get(str(scheduler.get("type")), {})
+        _add_defaults(draft, scheduler, defaults, file, f"{above}scheduler.params")
 
 
 def _add_defaults(
-    draft: Draft,
-    section: dict[str, Any],
-    defaults: dict[str, Any],
-    file: str,
-    above: str,
-    skip_rate: bool = False,
+    draft: Draft, section: dict[str, Any], defaults: dict[str, Any], file: str, above: str
 ) -> None:
     """Add DeepSpeed's defaults for whatever its `optimizer` or `scheduler` does not say."""
     params = section.get("params")
     for key, value in defaults.items():
         if isinstance(params, dict) and key in params:
             continue
-        if (key == "lr" and skip_rate) or (key == "warmup_max_lr" and draft.has("learning_rate")):
+        if key == "warmup_max_lr" and draft.has("learning_rate"):
             continue
         given = Given(file, f"{above}.{key} (DeepSpeed's default)", value)
         name = f"{above.rpartition('deepspeed.')[2]}.{key}"
@@ -120,12 +110,10 @@ def account_for_placement(draft: Draft) -> None:
         why = f"{SPEED}; to keep them, put them into a JSON that train.deepspeed_json names"
         draft.without(" ".join(key for key in speed if draft.has(key)), why)
     filled = [key for key, found in draft.given.items() if any(one.value == AUTO for one in found)]
-    draft.taken(
-        " ".join(key for key in filled if draft.has(key)),
-        why="auto: what the Trainer's arguments say",
-    )
-    missing = "auto: no file gives a value, so this config decides, or else the default"
-    draft.changed(" ".join(key for key in filled if not draft.has(key)), None, missing)
-    draft.changed(
-        "optimizer_lr", None, "the schedule's warmup_max_lr decides, as it does in DeepSpeed"
-    )
+    known = [key for key in filled if draft.has(key)]
+    draft.taken(" ".join(known), why="auto: what the Trainer's arguments say")
+    missing = [key for key in filled if not draft.has(key)]
+    why = "auto: no file gives a value, so this config decides, or else the default"
+    draft.changed(" ".join(missing), None, why)
+    why = "the schedule's warmup_max_lr decides, as it does in DeepSpeed"
+    draft.changed("optimizer_lr", None, why)

@@ -7,16 +7,11 @@ stands in.
 """
 
 import json
-import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from io import StringIO
 from typing import Any
-
-from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from pipeline_lib.config.other_tools import NO_KEY, OUR_KEY, spelled
 from pipeline_lib.config.schema import Config
@@ -25,7 +20,6 @@ from pipeline_lib.config.train import AUTO, LinearName
 from pipeline_lib.core.text import MASK, did_you_mean, shortened
 
 MOST = 1e15  # every number that can be meant is smaller
-COMMENT_CHARS = 100
 VALUE_CHARS = 60
 # keys that end so hold credentials
 SECRETS = ("token", "api_key", "secret", "password", "webhook_url")
@@ -83,12 +77,10 @@ class Draft:
 
         Contradicting values of several files are a problem.
         """
-        others = [one for one in self.given.get(key, []) if _is_value(one.value)]
+        others = self._with_values(key)
         if _is_value(given.value) and others and others[0].value != given.value:
-            self.problems.append(
-                f"{given.file}: {given}: contradicts {others[0].file}: {others[0]}; correct one of "
-                "the files"
-            )
+            text = f"{given.file}: {given}: contradicts {others[0].file}: {others[0]}"
+            self.problems.append(f"{text}; correct one of the files")
         self.given.setdefault(key, []).append(given)
 
     def called(self, key: str) -> str:
@@ -96,15 +88,18 @@ class Draft:
         given = self.given.get(key)
         return given[0].name if given else self.their_names.get(key, key)
 
-    # What the files say.
-
     def has(self, key: str) -> bool:
         """Return whether a file gives `key` a value that is neither null nor `auto`."""
-        return any(_is_value(one.value) for one in self.given.get(key, []))
+        return bool(self._with_values(key))
 
     def value(self, key: str, default: Any = None) -> Any:
         """Return the value of `key`, of whatever type; `default` if none is given."""
-        return next((one.value for one in self.given.get(key, []) if _is_value(one.value)), default)
+        found = self._with_values(key)
+        return found[0].value if found else default
+
+    def _with_values(self, key: str) -> list[Given]:
+        """Return what files give under `key`, without null and `auto`; the first decides."""
+        return [one for one in self.given.get(key, []) if _is_value(one.value)]
 
     def number(self, key: str, default: float | None = None) -> float | None:
         """Return the finite number under `key`, even as text, as `1e-4` is in some YAMLs."""
@@ -157,12 +152,10 @@ class Draft:
         return [item.strip() for item in items if item.strip()]
 
     def _refuse(self, key: str, wanted: str) -> None:
-        one = next(one for one in self.given[key] if _is_value(one.value))
+        one = self._with_values(key)[0]
         problem = f"{one.file}: {one.name}: {shown(one.value)} is not {wanted}"
         if problem not in self.problems:
             self.problems.append(problem)
-
-    # What becomes of it.
 
     def taken(self, keys: str, values: Values | None = None, why: str = "") -> None:
         """Account for `keys`, words: what they say holds here by `values`, or without any."""
@@ -186,9 +179,8 @@ class Draft:
         name = self.called(key)
         self._put(values, why or f"the default of {name} there", f"{name}, which no file gives")
         part = AccountPart.CHANGED if why else AccountPart.TAKEN
-        self.rows.append(
-            Row(part, (), f"{name}, not given", _values_text(values), why or "the default there")
-        )
+        why = why or "the default there"
+        self.rows.append(Row(part, (), f"{name}, not given", _values_text(values), why))
 
     def default_of_tool(self, key: str, why: str) -> None:
         """Account for `key`, given or not, as changed: what differs here, and no key says it."""
@@ -204,18 +196,23 @@ class Draft:
             self.taken(key, {ours: value})
 
     def _account(self, part: AccountPart, keys: str, values: Values, why: str) -> None:
-        found = [one for key in keys.split() for one in self.given.get(key, [])]
-        done = {id(one) for row in self.rows for one in row.keys}
-        found = [one for one in found if id(one) not in done]
+        found = self._unaccounted(keys.split())
         if not found and values:
             self.default(keys.partition(" ")[0], values, why)
         if not found:
             return
         origin = ", ".join(dict.fromkeys(f"{one.file}: {one.name}" for one in found))
         self._put(values, why if part == AccountPart.CHANGED else "", origin)
-        self.rows.append(
-            Row(part, tuple(found), ", ".join(map(str, found)), _values_text(values), why)
-        )
+        there = ", ".join(map(str, found))
+        self.rows.append(Row(part, tuple(found), there, _values_text(values), why))
+
+    def _unaccounted(self, keys: Iterable[str]) -> list[Given]:
+        """Return what files give under `keys` and no row is about yet."""
+        done = {id(one) for row in self.rows for one in row.keys}
+        found = []
+        for key in keys:
+            found += [one for one in self.given.get(key, []) if id(one) not in done]
+        return found
 
     def _put(self, values: Values, comment: str, origin: str) -> None:
         for number, (ours, value) in enumerate(values.items()):
@@ -226,10 +223,8 @@ class Draft:
 
     def account_for_the_rest(self, reasons: Mapping[str, str]) -> None:
         """Account for the unused keys, by `reasons` and by our table of other tools' keys."""
-        done = {id(one) for row in self.rows for one in row.keys}
-        rest = [one for found in self.given.values() for one in found if id(one) not in done]
         by_reason: dict[str, list[Given]] = {}
-        for one in rest:
+        for one in self._unaccounted(self.given):
             by_reason.setdefault(_reason(one, reasons), []).append(one)
         for reason, found in by_reason.items():
             there = ", ".join(map(str, found))
@@ -244,10 +239,9 @@ def _reason(one: Given, reasons: Mapping[str, str]) -> str:
     is_single = one.value == 1 and name.endswith(("parallel_size", "parallel_degree"))
     if one.value in (None, "", 0, [], {}) or is_single:  # 0 equals false
         return OFF
-    if reason := next(
-        (reasons[key] for key in (name, name.partition(".")[0]) if key in reasons), None
-    ):
-        return reason
+    for key in (name, name.partition(".")[0]):
+        if key in reasons:
+            return reasons[key]
     last = name.rpartition(".")[2]
     if last in NO_KEY:
         return NO_KEY[last]
@@ -264,9 +258,8 @@ def shown(value: Any) -> str:
     """Return `value` as people would write it, on one line, with secrets masked."""
     if isinstance(value, float):
         return f"{value:.12g}"
-    return shortened(
-        value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), VALUE_CHARS
-    )
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return shortened(text, VALUE_CHARS)
 
 
 def _values_text(values: Values) -> str:
@@ -278,89 +271,12 @@ def _value_text(value: Any) -> str:
         return ", ".join(_value_text(item) for item in value)
     if isinstance(value, dict):
         return " ".join(str(value[key]) for key in ("source", "name", "path") if key in value)
-    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else shown(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return shown(value)
 
 
 # Our keys in the order of the schema, as `train.lr`, with their defaults; None for a key that is
 # required.
 DEFAULTS = {key: None if field.is_required() else field.default for key, field in fields_of(Config)}
 LINEAR_NAMES: tuple[str, ...] = LinearName.__args__  # type: ignore[attr-defined]
-
-
-# The config as YAML.
-
-
-def yaml_text(draft: Draft, head: str) -> str:
-    """Return `draft`'s values as a config file in schema order, with comments, after `head`."""
-    root = CommentedMap()
-    ordered = sorted(draft.values, key=list(DEFAULTS).index)
-    for section in Config.model_fields:
-        inner = {
-            ours.partition(".")[2]: ours for ours in ordered if ours.partition(".")[0] == section
-        }
-        if section in draft.values:
-            root[section] = _flow(draft.values[section])
-        elif inner:
-            root[section] = CommentedMap()
-            _fill(root[section], section, inner, draft)
-        if comment := draft.comments.get(section):
-            root.yaml_set_comment_before_after_key(section, before=_wrapped(comment))
-    text = StringIO()
-    writer = YAML()
-    writer.width = 4096
-    writer.indent(mapping=2, sequence=4, offset=2)
-    writer.dump(root, text)
-    return "\n".join(
-        [
-            *(f"# {line}" for line in _wrapped(head).splitlines()),
-            *_without_a_key(draft),
-            text.getvalue(),
-        ]
-    )
-
-
-def _fill(section: CommentedMap, name: str, inner: Mapping[str, str], draft: Draft) -> None:
-    """Put the keys of section `name` into `section`; those with a dot get their own section."""
-    for key, ours in inner.items():
-        above, _, last = key.rpartition(".")
-        place = section.setdefault(above, CommentedMap()) if above else section
-        place[last] = _flow(draft.values[ours])
-        if comment := draft.comments.get(ours):
-            indent = 2 * (1 + name.count(".") + (1 if above else 0))
-            place.yaml_set_comment_before_after_key(last, before=_wrapped(comment), indent=indent)
-
-
-def _flow(value: Any) -> Any:
-    """Return `value` for the YAML writer: object lists item by item, all else on one line."""
-    if isinstance(value, dict):
-        made = CommentedMap({key: _flow(item) for key, item in value.items()})
-        made.fa.set_flow_style()
-        return made
-    if isinstance(value, list | tuple):
-        items = CommentedSeq(_flow(item) for item in value)
-        if not any(isinstance(item, dict) for item in value):
-            items.fa.set_flow_style()
-        return items
-    return value
-
-
-def _wrapped(text: str) -> str:
-    return "\n".join(
-        textwrap.wrap(text, COMMENT_CHARS, break_long_words=False, break_on_hyphens=False)
-    )
-
-
-def _without_a_key(draft: Draft) -> list[str]:
-    """Return comments for what is not written at a key: changes, and what has no equivalent.
-
-    The changes are those without a comment of their own.
-    """
-    lines = []
-    changed = [row for row in draft.rows if row.part == AccountPart.CHANGED and not row.here]
-    not_converted = [row for row in draft.rows if row.part == AccountPart.NONE and row.why != OFF]
-    for title, rows in (("Changed, and no key says it", changed), ("Not converted", not_converted)):
-        lines += [f"# {title}:"] if rows else []
-        for row in rows:
-            first, *others = _wrapped(f"{row.there}: {row.why}").splitlines()
-            lines += [f"#   - {first}", *(f"#     {line}" for line in others)]
-    return lines

@@ -10,11 +10,8 @@ from pipeline_lib.config.train import Train
 def convert_placement(draft: Draft) -> None:
     """Convert what decides where the model lies and how fast it is, not what is computed."""
     stage = draft.value("zero_stage")
-    optimizer, params = (
-        draft.value(f"offload_{part}.device", "none") for part in ("optimizer", "param")
-    )
     if stage is not None:
-        _zero(draft, stage, optimizer not in (None, "none"), params not in (None, "none"))
+        _zero(draft, stage)
     elif draft.value("fsdp") or any(key.startswith("fsdp_config.") for key in draft.given):
         _fsdp(draft)
     else:
@@ -25,24 +22,18 @@ def convert_placement(draft: Draft) -> None:
         "gradient_checkpointing gradient_checkpointing_kwargs disable_gradient_checkpointing "
         "use_reentrant_gc fsdp_config.activation_checkpointing"
     )
-    draft.changed(
-        f"{keys} activation_checkpointing", None, f"train.activation_checkpointing: {how}"
-    )
-    draft.changed(
-        "torch_compile torch_compile_mode torch_compile_backend", None, f"train.compile: {how}"
-    )
-    draft.changed(
+    why = f"train.activation_checkpointing: {how}"
+    draft.changed(f"{keys} activation_checkpointing", None, why)
+    keys = "torch_compile torch_compile_mode torch_compile_backend"
+    draft.changed(keys, None, f"train.compile: {how}")
+    keys = (
         "flash_attn attn_implementation attn_impl flash_attention sdp_attention "
-        "xformers_attention flex_attention eager_attention",
-        None,
-        "train.attention: auto takes the fastest kernel there is",
+        "xformers_attention flex_attention eager_attention"
     )
+    draft.changed(keys, None, "train.attention: auto takes the fastest kernel there is")
     limit = Train.model_fields["timeout_s"].default
-    draft.changed(
-        "ddp_timeout",
-        None,
-        f"train.timeout_s stays {limit} s: data are tokenized before the ranks start",
-    )
+    why = f"train.timeout_s stays {limit} s: data are tokenized before the ranks start"
+    draft.changed("ddp_timeout", None, why)
 
 
 def _distributed_type(draft: Draft) -> None:
@@ -80,11 +71,13 @@ def _fsdp(draft: Draft) -> None:
         draft.taken(keys, values)
 
 
-def _zero(draft: Draft, stage: Any, has_optimizer: bool, has_params: bool) -> None:
+def _zero(draft: Draft, stage: Any) -> None:
     if stage not in (0, 1, 2, 3):
         draft.problems.append(f"zero_optimization.stage: {shown(stage)} is not 0, 1, 2 or 3")
         return
     draft.taken("zero_stage", {"train.strategy": f"zero{stage}" if stage else "ddp"})
+    has_optimizer = draft.value("offload_optimizer.device", "none") != "none"
+    has_params = draft.value("offload_param.device", "none") != "none"
     keys = "offload_optimizer.device offload_param.device"
     if has_params and stage == 3:
         draft.taken(keys, {"train.offload": "optimizer+params"}, "into host memory")

@@ -63,23 +63,23 @@ def _place(name: str, origin: Origin, hub: str | None = None) -> Source:
     return {"source": "file", "path": pattern}
 
 
-# ms-swift: `hub::name:subset#rows`.
-
-
 def _of_swift(draft: Draft, origin: Origin) -> _Data:
     draft.without("benchmarks", "no benchmark is run while a model is trained")
     draft.without("columns", "write them into data.train, each with our name first")
     return _Data(
-        train=[_named(draft, "dataset", name, origin) for name in draft.words("dataset")],
-        held_out=[
-            _named(draft, "eval_dataset", name, origin) for name in draft.words("eval_dataset")
-        ],
+        train=_sources(draft, "dataset", origin),
+        held_out=_sources(draft, "eval_dataset", origin),
         keys="dataset",
         keys_of_held_out="eval_dataset",
     )
 
 
+def _sources(draft: Draft, key: str, origin: Origin) -> list[Source]:
+    return [_named(draft, key, text, origin) for text in draft.words(key)]
+
+
 def _named(draft: Draft, key: str, text: str, origin: Origin) -> Source:
+    """Return the source that ms-swift writes as `hub::name:subset#rows`."""
     hub_word, _, rest = text.rpartition("::")
     hub = {"hf": "huggingface", "ms": "modelscope"}.get(hub_word.lower())
     name, _, rows = rest.partition("#")
@@ -94,10 +94,8 @@ def _named(draft: Draft, key: str, text: str, origin: Origin) -> Source:
     return source
 
 
-# TRL: one data set of a hub.
-
-
 def _of_trl(draft: Draft, origin: Origin) -> _Data:
+    """Return the data of a TRL config with one data set: splits of a hub's."""
     return _Data(
         train=[_split(draft, origin, "dataset_train_split", "train")],
         held_out=_test_split(draft, origin),
@@ -130,10 +128,8 @@ def _test_split(draft: Draft, origin: Origin) -> list[Source]:
     return [_split(draft, origin, "dataset_test_split", "test")]
 
 
-# Axolotl, and TRL's mixtures: lists of entries.
-
-
 def _of_lists(draft: Draft, origin: Origin) -> _Data:
+    """Return the data of Axolotl, or of a mixture in TRL: lists of entries."""
     return _Data(
         train=_entries(draft, "datasets", origin) + _entries(draft, "pretraining_dataset", origin),
         held_out=_entries(draft, "test_datasets", origin),
@@ -250,15 +246,19 @@ def _conversations(draft: Draft, entry: str, source: Source, word: str) -> None:
         return
     role = names.get("role", draft.text(f"{entry}.message_field_role"))
     content = names.get("content", draft.text(f"{entry}.message_field_content"))
-    is_sharegpt = word == "sharegpt" or role == "from"
-    source["format"] = "sharegpt" if is_sharegpt else "messages"
-    turns = "conversations" if is_sharegpt else "messages"
+    if word == "sharegpt" or role == "from":
+        source["format"] = "sharegpt"
+        turns = "conversations"
+        names_there = {"from": role, "value": content}
+    else:
+        source["format"] = "messages"
+        turns = "messages"
+        names_there = {"role": role, "content": content}
     _columns(draft, source, entry, {"field_messages": turns, "field_tools": "tools"})
     _columns(draft, source, entry, {"field_system": "system", "field_thinking": _THINKING})
-    for ours, theirs in (("from", role), ("value", content)):
-        name = ours if is_sharegpt else {"from": "role", "value": "content"}[ours]
-        if theirs not in (None, name):
-            source.setdefault("columns", {})[name] = theirs
+    for ours, theirs in names_there.items():
+        if theirs not in (None, ours):
+            source.setdefault("columns", {})[ours] = theirs
     draft.taken(f"{entry}.type", why=f"data.train, format: {source['format']}")
     keys = "message_property_mappings message_field_role message_field_content"
     draft.taken(_of(entry, keys), why="data.train, columns")

@@ -43,10 +43,8 @@ def convert_tokens(draft: Draft, origin: Origin) -> None:
     if system := draft.text("default_system"):
         draft.taken("default_system", {"tokenize.system": system})
     if draft.truth("streaming"):
-        draft.without(
-            "streaming",
-            "data are tokenized once, before the training, and read from memory-mapped files",
-        )
+        why = "data are tokenized once, before the training, and read from memory-mapped files"
+        draft.without("streaming", why)
 
 
 def _length(draft: Draft, origin: Origin) -> None:
@@ -55,9 +53,8 @@ def _length(draft: Draft, origin: Origin) -> None:
     if limit is not None:
         block = draft.whole("packing_length", limit)
         lengths = {"tokenize.max_tokens": limit, "shard.block_tokens": block}
-        draft.taken(
-            "cutoff_len packing_length", lengths, "tokens of a sample, and of a packed sequence"
-        )
+        why = "tokens of a sample, and of a packed sequence"
+        draft.taken("cutoff_len packing_length", lengths, why)
     key = "truncation_strategy"
     there = draft.text(key, origin.default(key)) or ""
     ours = _OVER_LONG.get(there)
@@ -151,47 +148,37 @@ _OPENS_THINKING = ("qwen3_5", "qwen3_6", "qwen3_8")
 
 
 def _thinking(draft: Draft) -> None:
-    template = draft.text("template")
+    template = draft.text("template") or ""
     own = "the model's own chat template is used"
-    thinks = (
-        template is not None and template.startswith("qwen3") and not template.endswith("_nothink")
-    )
-    if not thinks:
-        if template and template.startswith("qwen3"):
+    is_of_qwen3 = template.startswith("qwen3")
+    if not is_of_qwen3 or template.endswith("_nothink"):
+        if is_of_qwen3:
             own += (
                 "; that of a hybrid Qwen3 writes an empty thinking block before an answer without "
-                "thinking,"
-                f" which {template} leaves out; of an Instruct-2507 model both are the same"
+                f"thinking, which {template} leaves out; of an Instruct-2507 model both are the "
+                "same"
             )
         draft.changed("template", None, own)
         draft.taken("enable_thinking", why="without effect under this template there")
         return
     draft.taken("template", why=own)
     given = [one.value for one in draft.given.get("enable_thinking", [])]
+    is_on = draft.truth("enable_thinking", True)
     if given == [None]:
-        draft.taken(
-            "enable_thinking",
-            why="answers with thinking train it, others the mode without, as here",
-        )
-    elif (
-        draft.truth("enable_thinking", True)
-        and template is not None
-        and template.startswith(_OPENS_THINKING)
-    ):
+        why = "answers with thinking train it, others the mode without, as here"
+        draft.taken("enable_thinking", why=why)
+    elif is_on and template.startswith(_OPENS_THINKING):
         why = (
             "the prompt of this template opens a thinking block; answers without thinking train "
             "the mode without"
         )
         draft.changed("enable_thinking", None, why)
-    elif draft.truth("enable_thinking", True):
+    elif is_on:
         why = (
             "with enable_thinking, true by default, an answer without thinking learns to write "
             "the empty block itself"
         )
         draft.taken("enable_thinking", {"tokenize.prompt_thinking": "on"}, why)
     else:
-        draft.taken(
-            "enable_thinking",
-            {"tokenize.thinking": "strip"},
-            "thinking is removed from the answers",
-        )
+        why = "thinking is removed from the answers"
+        draft.taken("enable_thinking", {"tokenize.thinking": "strip"}, why)

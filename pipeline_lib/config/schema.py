@@ -104,8 +104,6 @@ Variable = Annotated[
 ]
 
 
-# Where a model and its data come from: the keys of `model` and of each item of `data.train`.
-
 REPOSITORY_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 StretchedBy = Annotated[
@@ -222,11 +220,10 @@ class Rows(Weighted):
     @field_validator("columns")
     @classmethod
     def _known(cls, columns: dict[str, str]) -> dict[str, str]:
-        unknown = [
-            (ours, theirs)
-            for ours, theirs in columns.items()
-            if ours not in COLUMN_NAMES and theirs != IGNORE
-        ]
+        unknown = []
+        for ours, theirs in columns.items():
+            if ours not in COLUMN_NAMES and theirs != IGNORE:
+                unknown.append((ours, theirs))
         if unknown:
             raise ValueError("; ".join(_unknown_column(ours, theirs) for ours, theirs in unknown))
         return columns
@@ -566,11 +563,9 @@ class Config(Section):
     @property
     def asked(self) -> Evaluate:
         """The section `evaluate`, without prompts drawn from held-out data if there is none."""
-        return (
-            self.evaluate
-            if self.data.held_out_sources
-            else self.evaluate.model_copy(update={"generations": 0})
-        )
+        if self.data.held_out_sources:
+            return self.evaluate
+        return self.evaluate.model_copy(update={"generations": 0})
 
 
 class ConfigFile(Config):

@@ -35,12 +35,10 @@ def fields_of(section: type[Section], above: str = "") -> Iterator[tuple[str, Fi
     """
     for name, field in section.model_fields.items():
         yield above + str(field.validation_alias or name), field
-        kinds = [
-            kind
-            for kind in (field.annotation, *get_args(field.annotation))
-            if isinstance(kind, type)
-        ]
-        sections = [kind for kind in kinds if issubclass(kind, Section)]
+        sections = []
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                sections.append(kind)
         if len(sections) == 1:
             yield from fields_of(sections[0], f"{above}{name}.")
 

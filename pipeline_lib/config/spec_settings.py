@@ -69,12 +69,10 @@ def download_where(config: Config, part: str) -> dict[str, Any]:
 
 def tokenize_settings(config: Config, content: Content, part: str) -> dict[str, Any]:
     """Return the section's settings and, if any source sets how rows are read, each source's."""
-    row_keys = [
-        settings_of(source, exclude=frozenset(type(source).model_fields) - ROW_KEYS)
-        if isinstance(source, Rows)
-        else {}
-        for source in config.data.sources
-    ]
+    row_keys: list[dict[str, Any]] = []
+    for source in config.data.sources:
+        others = frozenset(type(source).model_fields) - ROW_KEYS
+        row_keys.append(settings_of(source, exclude=others) if isinstance(source, Rows) else {})
     settings = settings_of(config.tokenize, exclude=UNHASHED_KEYS) | _validation_sources(config)
     return {**settings, "sources": row_keys} if any(row_keys) else settings
 
@@ -122,9 +120,8 @@ def evaluate_settings(config: Config, content: Content, part: str) -> dict[str, 
     """
     settings = settings_with_rope(settings_of(config.evaluate), config.model.rope)
     asked_with = ("system", "tools", "chat_template_kwargs")
-    context = {
-        key: value for key, value in settings_of(config.tokenize).items() if key in asked_with
-    }
+    tokenize = settings_of(config.tokenize)
+    context = {key: value for key, value in tokenize.items() if key in asked_with}
     return {**settings, "context": context} if config.evaluate.prompts and context else settings
 
 

@@ -11,7 +11,7 @@ StrategyName = Literal["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 
 
 @dataclass(frozen=True)
-class Strategy:
+class StrategyRow:
     """What is known of a strategy without torch.
 
     `keys` are those of `train` that work with it and not with every strategy; of a key that has
@@ -31,23 +31,23 @@ _OF_LAYERS = frozenset({"compile", "lora.dora", "lora.targets: experts"})
 _OF_FSDP = _OF_TORCH | _OF_LAYERS | {"unit_layers", "reshard"}
 _OF_ZERO = frozenset({"deepspeed_json"})
 
-STRATEGIES: Mapping[str, Strategy] = {
-    "ddp": Strategy(
+STRATEGIES: Mapping[str, StrategyRow] = {
+    "ddp": StrategyRow(
         keys=_OF_TORCH | _OF_LAYERS | {"local_sgd_steps", "gradient_compression: powersgd"},
         offloads=("none",),
         cost=0.0,
     ),
-    "fsdp": Strategy(keys=_OF_FSDP, offloads=("none", "optimizer+params"), cost=0.03),
-    "hsdp": Strategy(
+    "fsdp": StrategyRow(keys=_OF_FSDP, offloads=("none", "optimizer+params"), cost=0.03),
+    "hsdp": StrategyRow(
         keys=_OF_FSDP | {"shard_ranks"}, offloads=("none", "optimizer+params"), cost=0.02
     ),
-    "zero1": Strategy(
+    "zero1": StrategyRow(
         keys=_OF_ZERO | _OF_LAYERS, offloads=("none", "optimizer"), cost=0.04, uses_deepspeed=True
     ),
-    "zero2": Strategy(
+    "zero2": StrategyRow(
         keys=_OF_ZERO | _OF_LAYERS, offloads=("none", "optimizer"), cost=0.05, uses_deepspeed=True
     ),
-    "zero3": Strategy(
+    "zero3": StrategyRow(
         keys=_OF_ZERO,
         offloads=("none", "optimizer", "optimizer+params"),
         cost=0.07,

@@ -8,9 +8,10 @@ expand to gigabytes.
 import math
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ruamel.yaml import YAML, tokens
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -20,6 +21,7 @@ from ruamel.yaml.reader import ReaderError
 from pipeline_lib.core.errors import ConfigError
 
 Keys = tuple[str | int, ...]
+Place = TypeVar("Place")
 MAX_BYTES = 1 << 18
 MAX_DEPTH = 20
 
@@ -34,8 +36,10 @@ _REFUSED = {
     tokens.DirectiveToken: "directives (%) are not read; YAML 1.2 it is",
 }
 _OPENING = (
-    *(tokens.BlockMappingStartToken, tokens.BlockSequenceStartToken),
-    *(tokens.FlowMappingStartToken, tokens.FlowSequenceStartToken),
+    tokens.BlockMappingStartToken,
+    tokens.BlockSequenceStartToken,
+    tokens.FlowMappingStartToken,
+    tokens.FlowSequenceStartToken,
 )
 _CLOSING = (tokens.BlockEndToken, tokens.FlowMappingEndToken, tokens.FlowSequenceEndToken)
 
@@ -145,6 +149,14 @@ def undotted(text: str) -> Keys:
     if not all(re.fullmatch(r"[\w-]+|\[\d{1,4}\]", part, re.ASCII) for part in parts):
         return ()
     return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
+
+
+def at_nearest(places: Mapping[Keys, Place], keys: Keys) -> Place | None:
+    """Return the place of `keys`, or of the nearest key above that has one; None if none has."""
+    for end in range(len(keys), 0, -1):
+        if keys[:end] in places:
+            return places[keys[:end]]
+    return None
 
 
 def _refused(text: str) -> list[str]:

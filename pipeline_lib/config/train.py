@@ -78,11 +78,9 @@ class Lora(Section):
     @property
     def of_experts(self) -> tuple[str, ...]:
         """The `targets` that are matrices of experts."""
-        return (
-            ()
-            if self.targets == "all-linear"
-            else tuple(name for name in self.targets if "." in name)
-        )
+        if self.targets == "all-linear":
+            return ()
+        return tuple(name for name in self.targets if "." in name)
 
 
 class Guards(Section):
@@ -471,58 +469,48 @@ class Train(Section):
 # What the plan chooses: where the value is `auto`, and with `strategy: auto` whatever of it the
 # file does not give.
 CHOSEN_KEYS = (
-    *(
-        "shard_ranks",
-        "context_ranks",
-        "micro_batch_blocks",
-        "recompute",
-        "offload",
-        "reshard",
-        "compile",
-    ),
+    "shard_ranks",
+    "context_ranks",
+    "micro_batch_blocks",
+    "recompute",
+    "offload",
+    "reshard",
+    "compile",
     "save_async",
 )
 
 
 def held_keys(train: Train) -> list[str]:
     """Return the keys of CHOSEN_KEYS that the config file sets to a value other than `auto`."""
-    return [
-        key
-        for key in CHOSEN_KEYS
-        if key in train.model_fields_set and getattr(train, key) != "auto"
-    ]
+    given = [key for key in CHOSEN_KEYS if key in train.model_fields_set]
+    return [key for key in given if getattr(train, key) != AUTO]
 
 
 # Keys of `train` that say where and how often, not what is computed: recorded with the run, never
 # in its key.
 PLACEMENT_KEYS = frozenset(
     {
-        *(
-            "strategy",
-            "shard_ranks",
-            "unit_layers",
-            "offload",
-            "recompute",
-            "reshard",
-            "compile",
-            "attention",
-        ),
-        *(
-            "micro_batch_blocks",
-            "save_every_steps",
-            "save_async",
-            "keep_last",
-            "timeout_s",
-            "start_timeout_s",
-        ),
-        *(
-            "sample_every_steps",
-            "profile_every_steps",
-            "deterministic",
-            "deepspeed_json",
-            "offload_activations",
-        ),
-        *("kept_attention_layers", "context_ranks"),
+        "strategy",
+        "shard_ranks",
+        "unit_layers",
+        "offload",
+        "recompute",
+        "reshard",
+        "compile",
+        "attention",
+        "micro_batch_blocks",
+        "save_every_steps",
+        "save_async",
+        "keep_last",
+        "timeout_s",
+        "start_timeout_s",
+        "sample_every_steps",
+        "profile_every_steps",
+        "deterministic",
+        "deepspeed_json",
+        "offload_activations",
+        "kept_attention_layers",
+        "context_ranks",
     }
 )
 

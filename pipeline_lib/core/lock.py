@@ -153,7 +153,7 @@ def _process_start(pid: int) -> str | None:
 
 
 def _read_owner(path: Path) -> dict[str, Any] | None:
-    return _look(path)[0]
+    return _read_lock(path)[0]
 
 
 def _owner_in(file: TextIO) -> dict[str, Any] | None:
@@ -202,9 +202,9 @@ class _Watched:
     has_beaten: bool = False
     removal_since_s: float | None = None
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read the lock's owner and heartbeat, and note when they changed."""
-        owner, beat_ns = _look(self.path)
+        owner, beat_ns = _read_lock(self.path)
         if owner == self.owner and beat_ns == self.beat_ns:
             return
         self.has_beaten = owner == self.owner and self.beat_ns is not None
@@ -237,7 +237,7 @@ class _Watched:
         return False
 
 
-def _look(path: Path) -> tuple[dict[str, Any] | None, int | None]:
+def _read_lock(path: Path) -> tuple[dict[str, Any] | None, int | None]:
     """Return the owner in the lock at `path` and its heartbeat's time; None for the unreadable.
 
     The time is that of the opened file: over NFS the time of a path may be a remembered one.
@@ -300,7 +300,7 @@ def _remove_dead(path: Path, owner: Mapping[str, Any] | None, beat_ns: int | Non
         grave.touch(exist_ok=False)
     except FileExistsError:
         return False
-    if _look(path) == (owner, beat_ns) and not _is_running(owner):
+    if _read_lock(path) == (owner, beat_ns) and not _is_running(owner):
         path.unlink(missing_ok=True)
     grave.unlink(missing_ok=True)
     return True
@@ -339,7 +339,7 @@ def locked(
     lock = Lock(path, me["token"])
     released = threading.Event()
     beating = threading.Thread(
-        target=_watch, args=(lock.renew, released, _say_error), name="lock", daemon=True
+        target=_watch, args=(lock.renew, released, _write_error), name="lock", daemon=True
     )
     beating.start()
     try:
@@ -356,7 +356,7 @@ def _acquire(path: Path, me: Mapping[str, Any], say: Callable[[str], None], poll
     watched = _Watched(path)
     is_announced = False
     while not _try_acquire(path, me):
-        watched.look()
+        watched.refresh()
         if watched.is_dead() and watched.remove():
             continue
         if not is_announced and not watched.is_suspect():
@@ -394,7 +394,7 @@ def _watch(
             continue
 
 
-def _say_error(error: LockLost) -> None:
+def _write_error(error: LockLost) -> None:
     """Write the error to stderr as the command line does, bypassing Python's buffers.
 
     A thread that is blocked in a write may hold the locks of those buffers. Returns after

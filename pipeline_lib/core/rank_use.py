@@ -6,7 +6,7 @@ warned of.
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,19 +37,20 @@ class RankUse:
     @staticmethod
     def of(rows: Iterable[Mapping[str, Any]]) -> "RankUse":
         """Return the use in `rows`, metrics.jsonl in order, with as many ranks as the last."""
-        found = [
-            (memory, _numbers(row.get(UTILIZATION)))
-            for row in rows
-            if (memory := _numbers(row.get(PEAK_MEMORY)))
-        ]
-        if not found:
+        memories = []
+        utilizations = []
+        for row in rows:
+            if memory := _numbers(row.get(PEAK_MEMORY)):
+                memories.append(memory)
+                utilizations.append(_numbers(row.get(UTILIZATION)))
+        if not memories:
             return RankUse()
-        ranks = len(found[-1][0])
-        memories = [memory for memory, _ in found if len(memory) == ranks]
-        utilizations = [utilization for _, utilization in found if len(utilization) == ranks]
+        ranks = len(memories[-1])
+        memories = [one for one in memories if len(one) == ranks]
+        utilizations = [one for one in utilizations if len(one) == ranks]
         return RankUse(
-            tuple(map(statistics.median, zip(*utilizations, strict=True))),
-            tuple(map(max, zip(*memories, strict=True))),
+            tuple(statistics.median(of_rank) for of_rank in _by_rank(utilizations)),
+            tuple(max(of_rank) for of_rank in _by_rank(memories)),
             len(memories),
         )
 
@@ -63,7 +64,8 @@ class RankUse:
         found = {}
         used = self.utilization
         memory = self.peak_memory_bytes
-        if low := [rank for rank, value in enumerate(used) if value < LEAST_UTILIZATION]:
+        low = [rank for rank, value in enumerate(used) if value < LEAST_UTILIZATION]
+        if low:
             found["low GPU utilization"] = (
                 f"GPU utilization stays under {LEAST_UTILIZATION:.0%} on {_ranks(low, used)}; "
                 "train.profile_every_steps tells what a step waits for"
@@ -71,8 +73,8 @@ class RankUse:
         if max(used) - min(used) > MOST_DIFFERENCE:
             found["uneven GPU utilization"] = (
                 f"GPU utilization differs between ranks: {_ends(used, '{:.0%}'.format)}. A GPU "
-                "that waits for another "
-                "rank counts as used, so the one that is used less waits for its own host"
+                "that waits for another rank counts as used, so the one that is used less waits "
+                "for its own host"
             )
         if max(memory) - min(memory) > MOST_DIFFERENCE * max(memory):
             found["uneven GPU memory"] = f"peak memory differs between ranks: {_ends(memory, gib)}"
@@ -81,8 +83,20 @@ class RankUse:
 
 def _numbers(value: Any) -> list[float]:
     """Return `value` if it is a list of plausible numbers, else an empty list."""
-    known = [number(one) for one in value] if isinstance(value, list | tuple) else []
-    return [one for one in known if one is not None] if None not in known else []
+    if not isinstance(value, list | tuple):
+        return []
+    known = []
+    for one in value:
+        found = number(one)
+        if found is None:
+            return []
+        known.append(found)
+    return known
+
+
+def _by_rank(rows: Sequence[Sequence[float]]) -> Iterator[tuple[float, ...]]:
+    """Yield the values of each rank from `rows` [readings][ranks]."""
+    yield from zip(*rows, strict=True)
 
 
 def _ranks(low: Sequence[int], used: Sequence[float]) -> str:

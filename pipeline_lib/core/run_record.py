@@ -87,9 +87,8 @@ class RunRecord:
         """Read the ends of files in the run's `folder`: last steps, and events of the run."""
         metrics, _ = tail(folder / METRICS_NAME, METRICS_BYTES)
         events, is_whole = tail(folder / EVENTS_NAME, EVENTS_BYTES)
-        rows = [
-            row for row in objects(metrics, last=READ_STEPS) if whole(row.get("step")) is not None
-        ]
+        last = objects(metrics, last=READ_STEPS)
+        rows = [row for row in last if whole(row.get("step")) is not None]
         return RunRecord(objects(events, b'"run.'), rows, is_whole=is_whole, folder=folder)
 
     def named(self, name: str) -> list[Event]:
@@ -103,7 +102,8 @@ class RunRecord:
 
     def newest(self, name: str) -> Event:
         """Return the last event called `name`; empty if there is none."""
-        return next((event for event in reversed(self.events) if event.get("event") == name), {})
+        named = self.named(name)
+        return named[-1] if named else {}
 
     @property
     def last_event(self) -> Event:
@@ -114,7 +114,9 @@ class RunRecord:
     def attempt(self) -> int | None:
         """The number of the newest attempt."""
         launched = whole(self.newest(EventName.RUN_LAUNCHED).get("attempt"))
-        return launched or (whole(self.rows[-1].get("attempt")) if self.rows else None)
+        if launched or not self.rows:
+            return launched
+        return whole(self.rows[-1].get("attempt"))
 
     @property
     def job(self) -> str | None:
@@ -124,18 +126,21 @@ class RunRecord:
     @cached_property
     def starts(self) -> dict[int, Event]:
         """The event `run.start` by attempt."""
-        starts = self.named(EventName.RUN_START)
-        return {
-            event["attempt"]: event for event in starts if isinstance(event.get("attempt"), int)
-        }
+        return self._by_attempt(EventName.RUN_START)
 
     @cached_property
     def completed(self) -> frozenset[int]:
         """The attempts that reached the step at which to end: continuing one is no restart."""
-        ends = self.named(EventName.RUN_END)
-        return frozenset(
-            event["attempt"] for event in ends if isinstance(event.get("attempt"), int)
-        )
+        return frozenset(self._by_attempt(EventName.RUN_END))
+
+    def _by_attempt(self, name: str) -> dict[int, Event]:
+        """Return the last event called `name` of each attempt."""
+        found = {}
+        for event in self.named(name):
+            attempt = event.get("attempt")
+            if isinstance(attempt, int):
+                found[attempt] = event
+        return found
 
     @cached_property
     def held_s(self) -> dict[int, float]:
@@ -158,24 +163,29 @@ class RunRecord:
             if not isinstance(number, int):
                 continue
             own = RunRecord([event for event in self.events if event.get("attempt") == number])
-            resumed = next(iter(own.named(EventName.RUN_RESUMED)), {}).get("step")
-            ranks = whole(launched.get("ranks"))
-            place = (
-                f"{'? ranks' if ranks is None else count(ranks, 'ranks')} by "
-                f"{launched.get('launcher', '?')}"
-            )
-            if isinstance(nodes := launched.get("nodes"), list) and nodes:
-                place += f" on {', '.join(map(str, nodes))}"
+            resumed = own.named(EventName.RUN_RESUMED)
+            step = resumed[0].get("step") if resumed else 0
+            first_step = step if isinstance(step, int) else 0
+            place = _place(launched, self.starts.get(number, {}))
             job = str(launched.get("job") or "")
-            place += f" in SLURM job {job}" if job else ""
-            processor = text_of(self.starts.get(number, {}).get("processor"))
-            place += f" ({processor})" if processor else ""
-            found.append(
-                Attempt(
-                    number, place, resumed if isinstance(resumed, int) else 0, _end(own.events), job
-                )
-            )
+            found.append(Attempt(number, place, first_step, _end(own.events), job))
         return found
+
+
+def _place(launched: Event, start: Event) -> str:
+    """Return where an attempt's ranks ran: their number, launcher, nodes, job and processor."""
+    ranks = whole(launched.get("ranks"))
+    number_of_ranks = "? ranks" if ranks is None else count(ranks, "ranks")
+    place = f"{number_of_ranks} by {launched.get('launcher', '?')}"
+    nodes = launched.get("nodes")
+    if isinstance(nodes, list) and nodes:
+        place += f" on {', '.join(map(str, nodes))}"
+    if launched.get("job"):
+        place += f" in SLURM job {launched['job']}"
+    processor = text_of(start.get("processor"))
+    if processor:
+        place += f" ({processor})"
+    return place
 
 
 def _end(own: Sequence[Event]) -> str:
@@ -187,16 +197,20 @@ def _end(own: Sequence[Event]) -> str:
     last = ends[-1].get("event") if ends else None
     if last == EventName.RUN_END:
         return _DONE
-    of_launcher = [
-        e for e in ends if e.get("event") not in (EventName.RUN_END, EventName.RUN_REQUEUE_REFUSED)
-    ]
-    reason = _first_line(of_launcher[0]).replace(f"; {CONTINUES}", "") if of_launcher else ""
-    reason = reason or "interrupted without a word: killed, or its node lost"
+    reason = _reason(ends) or "interrupted without a word: killed, or its node lost"
     if last == EventName.RUN_REQUEUED:
         return f"{reason}; queued again at step {ends[-1].get('step', '?')}"
     if last == EventName.RUN_REQUEUE_REFUSED:
         return f"{reason}; not queued again: {_first_line(ends[-1])}"
     return reason
+
+
+def _reason(ends: Sequence[Event]) -> str:
+    """Return the first reason that the launcher gave; empty if it gave none."""
+    for event in ends:
+        if event.get("event") not in (EventName.RUN_END, EventName.RUN_REQUEUE_REFUSED):
+            return _first_line(event).replace(f"; {CONTINUES}", "")
+    return ""
 
 
 def _first_line(event: Event) -> str:
@@ -210,9 +224,6 @@ def _is_sound(event: Event) -> bool:
     return isinstance(event.get("event"), str) and has_time and isinstance(attempt, int)
 
 
-# The ends of files that other processes append to, and the values in them.
-
-
 def tail(path: Path, limit_bytes: int) -> tuple[bytes, bool]:
     """Return up to `limit_bytes` of a file's end, from a line's start, and whether that is all."""
     try:
@@ -222,15 +233,16 @@ def tail(path: Path, limit_bytes: int) -> tuple[bytes, bool]:
             text = file.read(limit_bytes)
     except OSError:
         return b"", not path.exists()
-    return (text[text.find(b"\n") + 1 :] if start else text), start == 0
+    if start == 0:
+        return text, True
+    return text[text.find(b"\n") + 1 :], False
 
 
 def objects(text: bytes, holding: bytes = b"", last: int = 0) -> list[dict[str, Any]]:
     """Return the JSON objects of complete lines in `text` with `holding`, or its `last` ones."""
     found = []
-    lines = [
-        line for line in text[: text.rfind(b"\n") + 1].split(b"\n") if line and holding in line
-    ]
+    complete, _, _ = text.rpartition(b"\n")
+    lines = [line for line in complete.split(b"\n") if line and holding in line]
     for line in lines[-last:]:
         try:
             value = json.loads(line)
@@ -243,17 +255,16 @@ def objects(text: bytes, holding: bytes = b"", last: int = 0) -> list[dict[str, 
 
 def number(value: Any) -> float | None:
     """Return `value` if it is a finite number of plausible size, else None."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and abs(value) < _TOO_LARGE else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value if abs(value) < _TOO_LARGE else None
 
 
 def whole(value: Any) -> int | None:
     """Return `value` if it is a whole number that is not negative, else None."""
-    return (
-        value
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _TOO_LARGE
-        else None
-    )
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if 0 <= value < _TOO_LARGE else None
 
 
 def text_of(value: Any) -> str | None:

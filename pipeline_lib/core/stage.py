@@ -45,8 +45,15 @@ from pipeline_lib.core.store import (
 
 Say = Callable[[str], None]
 RECORDED_PACKAGES = (
-    *("numpy", "pyarrow", "tiktoken", "tokenizers", "jinja2"),
-    *("torch", "transformers", "peft", "safetensors"),
+    "numpy",
+    "pyarrow",
+    "tiktoken",
+    "tokenizers",
+    "jinja2",
+    "torch",
+    "transformers",
+    "peft",
+    "safetensors",
 )
 
 
@@ -75,11 +82,10 @@ class Sealed:
         Read no other file in it. `*` matches any characters, including `/`. Raises IntegrityError,
         Unreadable.
         """
-        names = (
-            name
-            for name in self.manifest.files
-            if any(fnmatchcase(name, one) for one in patterns or ("*",))
-        )
+        names = []
+        for name in self.manifest.files:
+            if not patterns or any(fnmatchcase(name, one) for one in patterns):
+                names.append(name)
         verify_content(self.path, self.manifest, names, self.verified)
         return self.path
 
@@ -189,10 +195,8 @@ def machine(environ: Mapping[str, str]) -> str:
     """
     cpu = _first_value(Path("/proc/cpuinfo"), "model name") or "CPU"
     parts = [f"{os.cpu_count()} cores ({cpu}; {processor(environ)})"]
-    gpus = [
-        _first_value(path, "Model")
-        for path in Path("/proc/driver/nvidia/gpus").glob("*/information")
-    ]
+    paths = Path("/proc/driver/nvidia/gpus").glob("*/information")
+    gpus = [_first_value(path, "Model") for path in paths]
     parts += [f"{gpus.count(kind)} x {kind or 'GPU'}" for kind in sorted(set(gpus))]
     return ", ".join([*parts, f"{platform.system()} {platform.machine()}"])
 

@@ -394,9 +394,6 @@ def _remedy(root: Path) -> str:
     return f"delete {root} and run snakemake again"
 
 
-# Paths: sealed directories and their pointers are in the store, working state is beside it.
-
-
 @dataclass(frozen=True)
 class Store:
     """A folder of sealed directories, `STAGE/DIGEST/`, each with a pointer file `STAGE/DIGEST.ok`.
@@ -411,9 +408,9 @@ class Store:
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> "Store":
         """Return the store at `$PIPELINE_STORE`, else `$DVC_ROOT/store`, else `./store`."""
-        dvc_root = environ.get("DVC_ROOT")
-        root = environ.get("PIPELINE_STORE") or (Path(dvc_root) / "store" if dvc_root else "store")
-        return Store(Path(root), UserCache.from_env(environ))
+        root = Path(environ.get("DVC_ROOT") or "", "store")
+        given = environ.get("PIPELINE_STORE")
+        return Store(Path(given) if given else root, UserCache.from_env(environ))
 
     @staticmethod
     def around(frozen: Path, environ: Mapping[str, str]) -> "Store":

@@ -138,8 +138,6 @@ class RedactedText(io.TextIOWrapper):
         super().flush()
 
 
-# Progress lines for long work: the amount done, the rate and the time left.
-
 EVERY_S = 5.0
 
 

@@ -1,9 +1,10 @@
-"""Numbers with their units: conversions and text for people."""
+"""Numbers with their units: conversions, and text for people, where a missing value is `n/a`.
+
+It is the only place that uses bits, giga (10^9) and gibi (2^30). Everywhere else a quantity is in
+bytes, seconds, FLOPs, bytes/s or FLOP/s, and its name ends in its unit.
+"""
 
 from collections.abc import Sequence
-
-# Conversions: the only place that uses bits, giga (10^9) and gibi (2^30). Everywhere else a
-# quantity is in bytes, seconds, FLOPs, bytes/s or FLOP/s, and its name ends in its unit.
 
 NONE = "n/a"  # the text of a number that is not known
 BITS = 8  # per byte
@@ -55,7 +56,9 @@ def gib(size_bytes: float | None) -> str:
     kibi = round(size_bytes / _KIB, 1)
     if abs(mebi) >= GIB // MIB:
         return f"{size_bytes / GIB:.1f} GiB"
-    return f"{mebi:.1f} MiB" if abs(kibi) >= MIB // _KIB else f"{kibi:.1f} KiB"
+    if abs(kibi) >= MIB // _KIB:
+        return f"{mebi:.1f} MiB"
+    return f"{kibi:.1f} KiB"
 
 
 def gigabytes(size_bytes: float) -> str:
@@ -64,7 +67,9 @@ def gigabytes(size_bytes: float) -> str:
     kilo = round(size_bytes / 10**3, 1)
     if abs(mega) >= 1000:
         return f"{size_bytes / GIGA:.2f} GB"
-    return f"{mega:.1f} MB" if abs(kilo) >= 1000 else f"{kilo:.1f} kB"
+    if abs(kilo) >= 1000:
+        return f"{mega:.1f} MB"
+    return f"{kilo:.1f} kB"
 
 
 def gbit_per_s(bytes_per_s: float) -> str:
@@ -100,10 +105,10 @@ def _digits(value: float) -> str:
     """
     if abs(value) < _LEAST_SHOWN:
         return "0"
-    return f"{value:,.0f}" if abs(value) >= _FOUR_DIGITS else f"{value:.3g}"
+    if abs(value) < _FOUR_DIGITS:
+        return f"{value:.3g}"
+    return f"{value:,.0f}"
 
-
-# Formatting: each number with its unit; a missing value is shown as `n/a`.
 
 _THOUSANDS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -113,20 +118,32 @@ def count(value: float | None, unit: str = "") -> str:
     if value is None:
         return NONE
     whole = round(value)
-    if whole == 1 and "/" not in unit:  # `parts of the model` becomes `part of the model`
-        noun, of, rest = unit.partition(" of ")
-        unit = noun.removesuffix("es" if noun.endswith("ches") else "s") + of + rest
+    if whole == 1 and "/" not in unit:
+        unit = _singular(unit)
     return _with_unit(f"{whole:,}", unit)
+
+
+def _singular(unit: str) -> str:
+    """Return `part of the model` for `parts of the model`."""
+    noun, of, rest = unit.partition(" of ")
+    ending = "es" if noun.endswith("ches") else "s"
+    return noun.removesuffix(ending) + of + rest
 
 
 def compact(value: float | None, unit: str = "") -> str:
     """Format with three significant digits and a decimal prefix: `1.23 M tokens`."""
-    return NONE if value is None else _with_unit(" ".join(_scaled(value)).strip(), unit)
+    if value is None:
+        return NONE
+    digits, prefix = _scaled(value)
+    return _with_unit(f"{digits} {prefix}".strip(), unit)
 
 
 def size(value_bytes: float | None) -> str:
     """Format bytes with decimal prefixes: `14.5 MB`."""
-    return NONE if value_bytes is None else "{} {}B".format(*_scaled(value_bytes))
+    if value_bytes is None:
+        return NONE
+    digits, prefix = _scaled(value_bytes)
+    return f"{digits} {prefix}B"
 
 
 def seconds(value_s: float | None) -> str:
@@ -156,7 +173,9 @@ def rounded(value: float | None, unit: str = "") -> str:
     """Format to about three digits, never with a prefix: `2,061`, `11.1`."""
     if value is None:
         return NONE
-    return _with_unit(count(value) if abs(value) >= _FOUR_DIGITS else _three_digits(value), unit)
+    if abs(value) >= _FOUR_DIGITS:
+        return _with_unit(count(value), unit)
+    return _with_unit(_three_digits(value), unit)
 
 
 def small(value: float | None, unit: str = "") -> str:
@@ -184,18 +203,19 @@ def rate(value: float | None, name: str) -> str:
     """Format a machine's rate by its name's suffix: `_flop_s`, `_bytes_s`, or else seconds."""
     if value is None or not name.endswith(("_flop_s", "_bytes_s")):
         return brief(value)
-    return f"{compact(value)}FLOP/s" if name.endswith("_flop_s") else f"{size(value)}/s"
+    if name.endswith("_flop_s"):
+        return f"{compact(value)}FLOP/s"
+    return f"{size(value)}/s"
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows as lines of left-aligned columns, each as wide as its widest cell."""
-    widths = (
-        [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
-    )
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def _with_unit(text: str, unit: str) -> str:
@@ -215,4 +235,6 @@ def _three_digits(value: float) -> str:
         return f"{value:.0f}"
     if abs(value) < 9.995:
         return f"{value:.2f}"
-    return f"{value:.1f}" if abs(value) < 99.95 else f"{value:.0f}"
+    if abs(value) < 99.95:
+        return f"{value:.1f}"
+    return f"{value:.0f}"

@@ -146,9 +146,8 @@ def refuse_differences(
     is rendered in a limited process. Raises Interrupted if that is killed.
     """
     origin = origin or folder
-    files = {folder / name for name in tokenizer_files(folder)} | {
-        origin / name for name in tokenizer_files(origin)
-    }
+    files = {folder / name for name in tokenizer_files(folder)}
+    files |= {origin / name for name in tokenizer_files(origin)}
     files |= {path for path in origin.iterdir() if path.suffix in _SUFFIXES and path.is_file()}
     files |= {path for path in (folder / CONFIG_NAME,) if path.is_file()}
     contents = tuple(sorted((file.name, sha256_file(file)) for file in files))
@@ -202,11 +201,9 @@ def _other_ids(state: _Both, guard: Guard) -> str | None:
 def _other_prompts(state: _Both, guard: Guard) -> str | None:
     if state.template is None:
         is_alone = state.theirs.chat_template is not None
-        return (
-            "transformers finds a chat template in a file that is not read here"
-            if is_alone
-            else None
-        )
+        if not is_alone:
+            return None
+        return "transformers finds a chat template in a file that is not read here"
     with guard.at(0):
         for messages, tools, prompt in product(_MESSAGES, (None, _TOOLS), (False, True)):
             ours = _or_none(partial(state.template.render, messages, tools, prompt))

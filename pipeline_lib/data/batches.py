@@ -19,9 +19,9 @@ from pipeline_lib.core.text import redact
 from pipeline_lib.data.conversations import BadRow, Content, Reason, Text, WrongFile
 from pipeline_lib.data.duplicates import PERMUTATIONS
 from pipeline_lib.data.encode import Drop, Encoder, Rendered, Sample
+from pipeline_lib.data.encoded import Encoded, TooLong
 from pipeline_lib.data.keys import KeyCounts
 from pipeline_lib.data.layouts import Layout, detect, to_content
-from pipeline_lib.data.ledger import Encoded, TooLong
 from pipeline_lib.data.pool import Guard, LossCause, WorkerLost
 from pipeline_lib.data.read_files import (
     EXCERPT_CHARS,
@@ -116,17 +116,15 @@ class RowBatch:
             # raises again, as it did when the parent looked for the format
             detect(value, self.columns)
             raise BadRow(Reason.WRONG_FORMAT, "the format of the file is not known")
-        if (
-            self.first is not None
-            and (row_format := detect(value, self.columns)) != self.layout.format
-        ):
-            raise DataError(
-                f"{row.place}: this row is {row_format}, and the file began as "
-                f"{self.layout.format}: set `format` in "
-                f"{self.source_key} to use the rows of one of the two, or put them into files of "
-                "their own\n"
-                f"  {self.first}\n  {shown(row)}"
-            )
+        if self.first is not None:
+            row_format = detect(value, self.columns)
+            if row_format != self.layout.format:
+                raise DataError(
+                    f"{row.place}: this row is {row_format}, and the file began as "
+                    f"{self.layout.format}: set `format` in {self.source_key} to use the rows of "
+                    "one of the two, or put them into files of their own\n"
+                    f"  {self.first}\n  {shown(row)}"
+                )
         return to_content(value, self.layout, keys)
 
 
@@ -205,12 +203,10 @@ def shown(row: RawRow) -> str:
 
 
 def _forged(row: RawRow, content: Content, token: str) -> Rejected:
-    whole = (
-        content.text
-        if isinstance(content, Text)
-        else canonical_json([content.messages, content.tools])
-    )
-    text = redact(whole)
+    if isinstance(content, Text):
+        text = redact(content.text)
+    else:
+        text = redact(canonical_json([content.messages, content.tools]))
     start = max(0, text.find(token) - EXCERPT_CHARS // 2)
     beginning = printable(text[start : start + EXCERPT_CHARS])
     return Rejected(Reason.CONTROL_TOKEN, f"the text holds {token}", row.place, beginning)
@@ -226,10 +222,9 @@ def _too_long(
     rows = [number for number, samples in enumerate(outcomes) if Drop.OVER_LONG in samples]
     unlimited = copy(encoder)
     unlimited.settings = encoder.settings.model_copy(update={"max_tokens": NO_LIMIT_TOKENS})
+    encoded = unlimited.encode_rendered([rendered[number] for number in rows])
     found = TooLong()
-    for number, whole in zip(
-        rows, unlimited.encode_rendered([rendered[number] for number in rows]), strict=True
-    ):
+    for number, whole in zip(rows, encoded, strict=True):
         tokens = max(len(sample.tokens) for sample in whole if isinstance(sample, Sample))
         found += TooLong(1, tokens, str(places[number]))
     return found
@@ -244,12 +239,16 @@ def _encoded(
     outcomes: Sequence[Sequence[Sample | Drop]],
     state: Encoder,
 ) -> Encoded:
-    numbered = [(number, outcome) for number, samples in enumerate(outcomes) for outcome in samples]
-    samples = [(number, outcome) for number, outcome in numbered if isinstance(outcome, Sample)]
-    signatures = None
-    if state.settings.near_duplicates is not None:
-        rows = [row.signature for row in prints if row.signature is not None]
-        signatures = np.stack(rows) if rows else np.zeros((0, PERMUTATIONS), dtype=np.uint32)
+    kept: list[Sample] = []
+    kept_of: list[int] = []  # the number of the conversation that each is of
+    drops: list[tuple[int, str]] = []
+    for number, samples in enumerate(outcomes):
+        for outcome in samples:
+            if isinstance(outcome, Sample):
+                kept.append(outcome)
+                kept_of.append(number)
+            else:
+                drops.append((number, outcome.value))
     return Encoded(
         source=batch.source,
         file=batch.file,
@@ -262,29 +261,38 @@ def _encoded(
         prompts=np.array([row.prompt for row in prints], dtype=np.uint64),
         turns=np.array([len(turns) for turns in rendered], dtype=np.int32),
         turns_found=_turns_found(rendered, outcomes),
-        signatures=signatures,
-        drops=[
-            (number, outcome.value) for number, outcome in numbered if isinstance(outcome, Drop)
-        ],
-        conversations=np.array([number for number, _ in samples], dtype=np.int32),
-        lengths=np.array([len(sample.tokens) for _, sample in samples], dtype=np.int64),
-        truncated=np.array([sample.truncated for _, sample in samples], dtype=np.bool_),
-        split=np.array([sample.split for _, sample in samples], dtype=np.bool_),
-        asked_to_think=np.array(
-            [
-                [sample.asked_to_think.count(mode) for mode in (False, True)]
-                for _, sample in samples
-            ],
-            dtype=np.int32,
-        ).reshape(-1, 2),
-        tokens=np.concatenate(
-            [np.zeros(0, dtype=np.int32), *(sample.tokens for _, sample in samples)]
-        ),
-        supervised=np.concatenate(
-            [np.zeros(0, dtype=np.bool_), *(sample.supervised for _, sample in samples)]
-        ),
+        signatures=_signatures(prints, state.settings),
+        drops=drops,
+        conversations=np.array(kept_of, dtype=np.int32),
+        lengths=np.array([len(sample.tokens) for sample in kept], dtype=np.int64),
+        truncated=np.array([sample.truncated for sample in kept], dtype=np.bool_),
+        split=np.array([sample.split for sample in kept], dtype=np.bool_),
+        asked_to_think=_asked_to_think(kept),
+        tokens=_joined([sample.tokens for sample in kept], np.int32),
+        supervised=_joined([sample.supervised for sample in kept], np.bool_),
         how=state.how,
     )
+
+
+def _signatures(prints: Sequence[Prints], settings: Tokenize) -> NDArray[np.uint32] | None:
+    """Return the signatures of the rows that have one; None if near duplicates are not looked for."""
+    if settings.near_duplicates is None:
+        return None
+    rows = [row.signature for row in prints if row.signature is not None]
+    return np.stack(rows) if rows else np.zeros((0, PERMUTATIONS), dtype=np.uint32)
+
+
+def _asked_to_think(samples: Sequence[Sample]) -> NDArray[np.int32]:
+    """Return [samples, 2]: how many turns of each are asked not to think, and how many to think."""
+    counts = np.zeros((len(samples), 2), dtype=np.int32)
+    for number, sample in enumerate(samples):
+        counts[number] = (sample.asked_to_think.count(False), sample.asked_to_think.count(True))
+    return counts
+
+
+def _joined(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    """Return all `arrays` as one; of none, an empty one."""
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=dtype)
 
 
 def _turns_found(

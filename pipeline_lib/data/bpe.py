@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -99,9 +99,9 @@ class BatchTokenizer:
         self._texts = 0
         self._batches = 0
         added = tokenizer.get_added_tokens_decoder()
-        self._added = {token.content: _as_bytes([number]) for number, token in added.items()} | {
-            "": b""
-        }
+        self._added = {"": b""}  # what a text is cut into beside pieces to encode
+        for number, token in added.items():
+            self._added[token.content] = _as_bytes([number])
         self._tiktoken: Callable[[str], list[int]] | None = None
         if fast:
             try:
@@ -121,14 +121,15 @@ class BatchTokenizer:
         split_texts = [self._split(text) for text in texts]
         ids = dict(self._added)
         others = []
-        for piece in {piece for pieces in split_texts for piece in pieces}.difference(ids):
+        for piece in set(chain.from_iterable(split_texts)).difference(ids):
             if is_plain(piece):
                 ids[piece] = _as_bytes(self._tiktoken(piece))
             else:
                 others.append(piece)
         ids.update(zip(others, self._encode_whole(others), strict=True))
-        encoded = [b"".join([ids[piece] for piece in pieces]) for pieces in split_texts]
-        if (text := self._differing(texts, encoded)) is not None:
+        encoded = [b"".join(map(ids.__getitem__, pieces)) for pieces in split_texts]
+        text = self._differing(texts, encoded)
+        if text is not None:
             raise WrongIds(f"{self.how} and tokenizers differ on {redact(text)!r:.80}")
         return encoded
 
@@ -140,27 +141,27 @@ class BatchTokenizer:
         return list(chain.from_iterable(map(short_pieces, pieces)))
 
     def _encode_whole(self, texts: Sequence[str]) -> list[bytes]:
-        encodings = (
-            self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-            if texts
-            else []
-        )
+        if not texts:
+            return []
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [_as_bytes(encoding.ids) for encoding in encodings]
 
     def _differing(self, texts: Sequence[str], encoded: Sequence[bytes]) -> str | None:
         """Choose texts to check; return the first that `tokenizers` encodes otherwise, or None."""
-        usable = [
-            number for number, text in enumerate(texts) if text and len(text) <= MAX_CHECKED_CHARS
-        ]
+        usable = []
+        for number, text in enumerate(texts):
+            if 0 < len(text) <= MAX_CHECKED_CHARS:
+                usable.append(number)
         chosen = usable[: max(0, FIRST_CHECKED - self._texts)]
         if usable and not chosen and self._batches % CHECK_EVERY == 0:
             chosen = [usable[self._batches // CHECK_EVERY % len(usable)]]
         self._texts += len(usable)
         self._batches += 1
         expected = self._encode_whole([texts[number] for number in chosen])
-        return next(
-            (texts[n] for n, ids in zip(chosen, expected, strict=True) if encoded[n] != ids), None
-        )
+        for number, ids in zip(chosen, expected, strict=True):
+            if encoded[number] != ids:
+                return texts[number]
+        return None
 
 
 def _cutter(added: Sequence[AddedToken]) -> re.Pattern[str]:
@@ -168,12 +169,13 @@ def _cutter(added: Sequence[AddedToken]) -> re.Pattern[str]:
 
     Raises NotConvertible.
     """
-    if any(
-        token.normalized or token.lstrip or token.rstrip or token.single_word for token in added
-    ):
-        raise NotConvertible("it has added tokens that depend on the text around them")
+    for token in added:
+        if token.normalized or token.lstrip or token.rstrip or token.single_word:
+            raise NotConvertible("it has added tokens that depend on the text around them")
+    if not added:
+        return re.compile("((?!))")  # matches nothing
     contents = sorted((token.content for token in added), key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, contents))})" if contents else "((?!))")
+    return re.compile(f"({'|'.join(map(re.escape, contents))})")
 
 
 def short_pieces(text: str) -> Iterator[str]:
@@ -201,15 +203,13 @@ def is_plain(piece: str) -> bool:
 @cache
 def _assigned() -> re.Pattern[str]:
     """Return a pattern for texts of characters below U+40000 that this Python's Unicode has."""
-    known = np.array(
-        [unicodedata.category(chr(code)) not in ("Cn", "Cs") for code in range(0x40000)]
-    )
-    edges = np.flatnonzero(np.diff(known, prepend=False, append=False)).tolist()
-    ranges = (
-        f"\\U{first:08x}-\\U{end - 1:08x}"
-        for first, end in zip(edges[::2], edges[1::2], strict=True)
-    )
-    return re.compile(f"[{''.join(ranges)}]*+")
+    categories = [unicodedata.category(chr(code)) for code in range(0x40000)]
+    is_known = ~np.isin(categories, ("Cn", "Cs"))
+    edges = np.flatnonzero(np.diff(is_known, prepend=False, append=False)).tolist()
+    ranges = ""
+    for first, end in zip(edges[::2], edges[1::2], strict=True):
+        ranges += f"\\U{first:08x}-\\U{end - 1:08x}"
+    return re.compile(f"[{ranges}]*+")
 
 
 def to_tiktoken(description: Mapping[str, Any]) -> tiktoken.Encoding:
@@ -223,10 +223,8 @@ def to_tiktoken(description: Mapping[str, Any]) -> tiktoken.Encoding:
     """
     model = description["model"]
     # Older files lack some of these keys; the defaults are the values in _PLAIN_BPE.
-    if (
-        any(model.get(key, value) != value for key, value in _PLAIN_BPE.items())
-        or "merges" not in model
-    ):
+    is_plain_bpe = all(model.get(key, value) == value for key, value in _PLAIN_BPE.items())
+    if not is_plain_bpe or "merges" not in model:
         raise NotConvertible("not a plain BPE")
     if description.get("normalizer") != {"type": "NFC"}:
         raise NotConvertible("its normalizer is not NFC")
@@ -242,15 +240,20 @@ def to_tiktoken(description: Mapping[str, Any]) -> tiktoken.Encoding:
     # older files: "a b"
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     _check_merges(vocab, pairs)
-    joined = "".join(vocab).translate(_bytes_by_letter()).encode("latin-1")
-    ends = accumulate(map(len, vocab), initial=0)
-    ranks = {
-        joined[start:end]: number
-        for (start, end), number in zip(pairwise(ends), vocab.values(), strict=True)
-    }
     return tiktoken.Encoding(
-        "converted", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens={}
+        "converted", pat_str=SPLIT_PATTERN, mergeable_ranks=_ranks(vocab), special_tokens={}
     )
+
+
+def _ranks(vocab: Mapping[str, int]) -> dict[bytes, int]:
+    """Return the ids of `vocab` by the bytes that its letters stand for, translated at once."""
+    joined = "".join(vocab).translate(_bytes_by_letter()).encode("latin-1")
+    ranks = {}
+    start = 0
+    for text, number in vocab.items():
+        ranks[joined[start : start + len(text)]] = number
+        start += len(text)
+    return ranks
 
 
 def _check_merges(vocab: Mapping[str, int], pairs: Sequence[Sequence[str]]) -> None:
@@ -264,12 +267,12 @@ def _check_merges(vocab: Mapping[str, int], pairs: Sequence[Sequence[str]]) -> N
     if made != [first + second for first, second in pairs]:
         raise NotConvertible("its merges are not in the order of ids")
     try:
-        first, second = (
-            np.array([vocab[pair[side]] for pair in pairs], dtype=np.int64) for side in (0, 1)
-        )
+        first_ids = np.array([vocab[first] for first, _ in pairs], dtype=np.int64)
+        second_ids = np.array([vocab[second] for _, second in pairs], dtype=np.int64)
     except KeyError as error:
         raise NotConvertible(f"it merges the added token {error}") from error
-    if not _makes_each(first, second, np.array([vocab[text] for text in made], dtype=np.int64)):
+    made_ids = np.array([vocab[text] for text in made], dtype=np.int64)
+    if not _makes_each(first_ids, second_ids, made_ids):
         raise NotConvertible("it has tokens that it never makes")
 
 
@@ -283,17 +286,24 @@ def _makes_each(
     latest merge each time: two neighbours across the border must not be a pair that would have been
     merged before.
     """
-    size = 1 + max(made.max(), first.max(), second.max()) if len(made) else 0
-    # -1: a byte, which no merge makes
-    left_of, right_of, when = (np.full(size, -1) for _ in range(3))
-    left_of[made], right_of[made], when[made] = first, second, made
+    if not len(made):
+        return True
+    size = 1 + max(made.max(), first.max(), second.max())
+    left_of = np.full(size, -1)  # -1: a byte, which no merge makes
+    left_of[made] = first
+    right_of = np.full(size, -1)
+    right_of[made] = second
+    when = np.full(size, -1)
+    when[made] = made
     pairs = first * size + second
     order = np.argsort(pairs)
     pairs = pairs[order]
     joins = made[order]
     if np.any(np.maximum(when[first], when[second]) >= made):
         return False
-    left, right, before = first, second, made  # merges from `before` on come too late to matter
+    left = first
+    right = second
+    before = made  # merges from it on come too late to matter
     while len(left):
         pair = left * size + right
         place = np.minimum(np.searchsorted(pairs, pair), len(pairs) - 1)
@@ -317,7 +327,8 @@ def _bytes_by_letter() -> dict[int, int]:
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: byte for byte in printable} | {256 + n: byte for n, byte in enumerate(others)}
+    letters = {byte: byte for byte in printable}
+    letters |= dict(enumerate(others, start=256))
     if letters.keys() != set(map(ord, pre_tokenizers.ByteLevel.alphabet())):
         raise NotConvertible("tokenizers writes bytes in letters that are not known here")
     return letters

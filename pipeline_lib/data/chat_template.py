@@ -74,12 +74,10 @@ class ChatTemplate:
         environment = template_environment()
         sources = [source, source_with_tools] if source_with_tools else [source]
         try:
-            self._plain, self._with_tools = (
-                environment.from_string(sources[place]) for place in (0, -1)
-            )
-            self._refuse_unread(
-                kwargs or {}, [environment.parse(text) for text in sources] if kwargs else []
-            )
+            self._plain = environment.from_string(sources[0])
+            self._with_tools = environment.from_string(sources[-1])
+            if kwargs:
+                self._refuse_unread(kwargs, [environment.parse(text) for text in sources])
         except COMPILE_FAILURES as error:
             raise DataError(
                 f"{where}: not a chat template that can be used: {_one_line(error)}"
@@ -88,17 +86,16 @@ class ChatTemplate:
         self._variables = {**self._plain.globals, "documents": None, **variables, **(kwargs or {})}
 
     def _refuse_unread(self, kwargs: Mapping[str, Any], trees: Sequence[nodes.Template]) -> None:
-        read = {
-            name for tree in trees for name in meta.find_undeclared_variables(tree)
-        } - self._plain.globals.keys()
+        read = set[str]()
+        for tree in trees:
+            read.update(meta.find_undeclared_variables(tree))
+        read -= self._plain.globals.keys()
         if unread := [name for name in kwargs if name not in read]:
             # Names that the template sets itself on some paths are unlikely to be meant.
-            own = {
-                name.name
-                for tree in trees
-                for name in tree.find_all(nodes.Name)
-                if name.ctx == "store"
-            }
+            own = set[str]()
+            for tree in trees:
+                names = tree.find_all(nodes.Name)
+                own.update(name.name for name in names if name.ctx == "store")
             free = sorted(read - own - SET_ELSEWHERE.keys())
             raise DataError(
                 f"tokenize.chat_template_kwargs: {self._where} reads no variable {unread[0]!r}"
@@ -296,7 +293,8 @@ def _sources(folder: Path, config: Mapping[str, Any]) -> tuple[str, str | None, 
         return texts.get("default", ""), texts.get("tool_use"), str(path)
     value = config.get("chat_template")  # a single text, or a list of named ones
     listed = {"default": value} if isinstance(value, str) else {}
-    for item in value if isinstance(value, list) else ():
+    items = value if isinstance(value, list) else []
+    for item in items:
         if (
             isinstance(item, dict)
             and isinstance(item.get("name"), str)

@@ -48,8 +48,6 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-# Documents, the unit that the data stages pass to one another and to training.
-
 # The tokens around the thinking block of Qwen3 and similar models.
 _THINKING = ("<think>", "</think>")
 

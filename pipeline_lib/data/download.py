@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.arch.generation_config import take_generation_config
-from pipeline_lib.arch.weight_files import refuse_not_finite
+from pipeline_lib.arch.not_finite import refuse_not_finite
 from pipeline_lib.config.content import (
     DATA_SUFFIXES,
     GENERATION_NAME,
@@ -41,7 +41,8 @@ from pipeline_lib.data.agreement import refuse_differences
 from pipeline_lib.data.demo import write_rows
 from pipeline_lib.data.model_folder import problems_of
 from pipeline_lib.data.tiny_model import build_tiny
-from pipeline_lib.hub.repository import Repository, is_commit, some_of
+from pipeline_lib.hub.names import some_of
+from pipeline_lib.hub.repository import Repository, is_commit
 from pipeline_lib.hub.snapshot import WEIGHTS_SUFFIX, Snapshot, is_edited_by_nobody
 from pipeline_lib.hub.splits import files_of_split, is_aside
 
@@ -87,7 +88,9 @@ def local_model(job: Job) -> None:
         Nobody edits weights in place.
         """
         may_link = source.suffix == WEIGHTS_SUFFIX and is_edited_by_nobody(source, job.store.root)
-        return (arrival.link if may_link else arrival.copy)(source, target, sha256, verified)
+        if may_link:
+            return arrival.link(source, target, sha256, verified)
+        return arrival.copy(source, target, sha256, verified)
 
     _take(named, job, bring)
 
@@ -95,7 +98,8 @@ def local_model(job: Job) -> None:
 def local_generation(job: Job) -> None:
     """Copy the generation_config.json of a Hugging Face folder on this machine, if it has one."""
     file = Path(job.spec.where["path"]) / GENERATION_NAME
-    _take({file.name: file} if file.is_file() else {}, job)
+    files = {file.name: file} if file.is_file() else {}
+    _take(files, job)
 
 
 def tiny_model(job: Job) -> None:

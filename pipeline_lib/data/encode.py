@@ -172,19 +172,16 @@ class Encoder:
         description = json.loads((folder / TOKENIZER_NAME).read_bytes())
         self._batches = BatchTokenizer(self.tokenizer, description, fast)
         self.how = self._batches.how  # `tiktoken`, or `tokenizers` with the reason
-        special = {
-            n: token
-            for n, token in self.tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
+        added = self.tokenizer.get_added_tokens_decoder()
+        special = {number: token for number, token in added.items() if token.special}
         # the last entry is for all higher ids
         self._is_control = np.zeros(2 + max(special, default=0), dtype=np.bool_)
         self._is_control[list(special)] = True
         self._special = {token.content for token in special.values()}
         self._control_text = _any_of(self._special)
-        self._system: list[Message] = (
-            [{"role": "system", "content": settings.system}] if settings.system else []
-        )
+        self._system: list[Message] = []
+        if settings.system:
+            self._system = [{"role": "system", "content": settings.system}]
         self._tools = default_tools(settings.tools)
         for text in _texts([settings.system, self._tools]):
             if found := self._control_text.search(text):
@@ -193,11 +190,8 @@ class Encoder:
                     "it out"
                 )
         names = (END_OF_TEXT, special_tokens(read_tokenizer_config(folder)).get("eos_token"))
-        ends = [
-            number
-            for name in names
-            if name and (number := self.tokenizer.token_to_id(name)) is not None
-        ]
+        numbers = [self.tokenizer.token_to_id(name) for name in names if name]
+        ends = [number for number in numbers if number is not None]
         self._end_of_text = np.array(ends[:1], dtype=np.int32)
 
     @cached_property
@@ -269,19 +263,19 @@ class Encoder:
         thinking = thinking_modes(messages)
         turns: Sequence[int] = content.supervised
         if self.settings.train_on == "last_assistant":
-            last = max(
-                number for number, message in enumerate(messages) if message["role"] == "assistant"
-            )
+            roles = [message["role"] for message in messages]
+            last = max(number for number, role in enumerate(roles) if role == "assistant")
             turns = [last] if last in turns else []
         tools_shape = shape_of(tools)
-        rendered, begin = [], 0
+        rendered = []
+        begin = 0
         for turn in turns:
-            given = [*system, *messages[: turn + 1]]
+            given = system + messages[: turn + 1]
             one = self._render_turn(given, tools, thinking[turn])
-            if one.drop is None and (
-                part := self._parts.left_out(given, tools, tools_shape, one.full, begin)
-            ):
-                one = one._replace(drop=_LEFT_OUT[part])
+            if one.drop is None:
+                part = self._parts.left_out(given, tools, tools_shape, one.full, begin)
+                if part:
+                    one = one._replace(drop=_LEFT_OUT[part])
             rendered.append(one)
             begin = len(given)
         return rendered
@@ -342,29 +336,31 @@ class Encoder:
         for turn in chain.from_iterable(batch):
             texts += [turn.prompt or "", turn.full, turn.full[: turn.thinking]]
         ids = iter(self._batches.encode(texts))
-        return [
-            list(self._samples(turns, ids)) if turns else [Drop.LAST_TURN_EXCLUDED]
-            for turns in batch
-        ]
+        samples: list[list[Sample | Drop]] = []
+        for turns in batch:
+            if turns:
+                samples.append(list(self._samples(turns, ids)))
+            else:
+                samples.append([Drop.LAST_TURN_EXCLUDED])
+        return samples
 
     def _samples(self, turns: Sequence[Rendered], ids: Iterator[bytes]) -> Iterator[Sample | Drop]:
         found: list[_Turn] = []
-        latest: dict[
-            bool | None, int
-        ] = {}  # by thinking switch, the place in `found` of its last turn
+        # by thinking switch, the place in `found` of its last turn
+        latest: dict[bool | None, int] = {}
         for rendered in turns:
             turn = self._turn(rendered, next(ids), next(ids), next(ids))
             if isinstance(turn, Drop):
                 yield turn
                 continue
-            begun = (
-                place for place in latest.values() if turn.prompt.startswith(found[place].full)
-            )
-            place = next(begun, len(found))
-            spans = tuple(
-                chain.from_iterable(earlier.spans for earlier in found[place : place + 1])
-            )
-            found[place : place + 1] = [_Turn(turn.prompt, turn.full, (*spans, *turn.spans))]
+            for place in latest.values():
+                begun = found[place]
+                if turn.prompt.startswith(begun.full):
+                    found[place] = _Turn(turn.prompt, turn.full, begun.spans + turn.spans)
+                    break
+            else:
+                place = len(found)
+                found.append(turn)
             latest[rendered.asked_to_think] = place
         for turn in found:
             yield from self._fit(turn)
@@ -377,15 +373,11 @@ class Encoder:
             length = len(text) // _ID_BYTES
             if not len(self._end_of_text):
                 return Drop.NO_END_OF_TURN
-            return (
-                _Turn(b"", text, (_Span(1, length, None),))
-                if length > 1
-                else Drop.NOTHING_SUPERVISED
-            )
-        if rendered.drop not in (
-            None,
-            Drop.MESSAGE_NOT_RENDERED,
-        ):  # the latter follows from what is wrong below
+            if length == 1:
+                return Drop.NOTHING_SUPERVISED
+            return _Turn(b"", text, (_Span(1, length, None),))
+        # MESSAGE_NOT_RENDERED follows from what is wrong below
+        if rendered.drop not in (None, Drop.MESSAGE_NOT_RENDERED):
             return rendered.drop
         if prompt and not full.startswith(prompt) and rendered.is_continued:
             # The tokenizer joins line ends, and the model, which is given that of the prompt,
@@ -458,9 +450,8 @@ class Encoder:
         """Return whether the template renders a question alike with a generation prompt or not."""
         question: list[Message] = [{"role": "user", "content": "?"}]
         try:
-            with_prompt, without = (
-                self.template.render(question, None, value) for value in (True, False)
-            )
+            with_prompt = self.template.render(question, None, True)
+            without = self.template.render(question, None, False)
         except DataError:  # the template fails on this question
             return False
         return with_prompt == without
@@ -478,10 +469,8 @@ class Encoder:
         question: list[Message] = [{"role": "user", "content": "?"}]
         try:
             default = self.template.render(question, None, True)
-            on, off = (
-                self.template.render(question, None, True, enable_thinking=value)
-                for value in (True, False)
-            )
+            on = self.template.render(question, None, True, enable_thinking=True)
+            off = self.template.render(question, None, True, enable_thinking=False)
         except DataError:  # the template fails on this question
             return None
         if on == off:
@@ -528,11 +517,10 @@ def _pieces(
     for start in range(0, len(tokens), limit):
         piece = supervised[start : start + limit]
         piece[0] = False  # no token precedes it from which it could be predicted
-        yield (
-            Sample(tokens[start : start + limit], piece, split=True)
-            if piece.any()
-            else Drop.NOTHING_SUPERVISED
-        )
+        if piece.any():
+            yield Sample(tokens[start : start + limit], piece, split=True)
+        else:
+            yield Drop.NOTHING_SUPERVISED
 
 
 _HINTS = {

@@ -65,7 +65,7 @@ def _first_row(path: Path, _stamp: Stamp, reading: str, may_be_bad: bool) -> Fir
             row_format = layout.format
             to_content(value, layout)
         except BadRow as bad:
-            return FirstRow(row_format, None if may_be_bad else _told(row, bad))
+            return FirstRow(row_format, None if may_be_bad else _problem_of(row, bad))
         except WrongFile as wrong:
             return FirstRow(row_format, f"{row.place}: the row {wrong}")
     except DataError as error:
@@ -73,7 +73,7 @@ def _first_row(path: Path, _stamp: Stamp, reading: str, may_be_bad: bool) -> Fir
     return FirstRow(row_format)
 
 
-def _told(row: RawRow, bad: BadRow) -> str:
+def _problem_of(row: RawRow, bad: BadRow) -> str:
     """Return what is wrong with the first row of a file."""
     reason = bad.reason.value.replace("_", " ")
     text = f"{row.place}: {reason}: {rejected(row, bad).detail}"
@@ -154,7 +154,7 @@ def _seen_rows(path: Path, _stamp: Stamp, reading: str, most: int) -> SeenRows:
                 bytes_of.append(_bytes_of(to_content(value, layout)))
             except BadRow as found:
                 bad += 1
-                first_bad = first_bad or _told(row, found)
+                first_bad = first_bad or _problem_of(row, found)
     return SeenRows(read, 1 / min(1.0, share) if share else 1.0, bad, first_bad, tuple(bytes_of))
 
 

@@ -18,15 +18,12 @@ from pipeline_lib.data.conversations import (
     type_name,
 )
 from pipeline_lib.data.keys import (
-    IN_ROWS,
-    IN_TURNS,
-    KEPT_IN_TURNS,
-    TRAINED_KEYS,
     KeyCounts,
     check_examples,
     refuse,
     refuse_in_parts,
 )
+from pipeline_lib.data.refusals import IN_ROWS, IN_TURNS, KEPT_IN_TURNS, TRAINED_KEYS
 from pipeline_lib.data.row_fields import Fields, is_turns, names_of
 from pipeline_lib.data.tools import calls_in, calls_of, conversation_tools
 
@@ -248,13 +245,9 @@ def _is_trained_on(turn: Fields) -> bool:
     return trained
 
 
-# Detection of a row's format, and conversion of the row to a Conversation or a Text.
-
-_KEYS = [
-    (row_format, frozenset(keys))
-    for row_format, alternatives in KEYS.items()
-    for keys in alternatives
-]
+_KEYS = []
+for _format, _alternatives in KEYS.items():
+    _KEYS += [(_format, frozenset(_keys)) for _keys in _alternatives]
 _ALL_KEYS = frozenset().union(*(keys for _, keys in _KEYS))
 
 
@@ -349,14 +342,12 @@ def _content(fields: Fields, layout: Layout) -> Content:
         content = Text(fields.text("text"))
     else:
         turns = _turns_of(fields, layout.format, layout.roles)
-        supervised = tuple(
-            number
-            for number, (message, trained) in enumerate(turns)
-            if trained and message["role"] == "assistant"
-        )
-        content = Conversation(
-            [message for message, _ in turns], conversation_tools(fields), supervised
-        )
+        supervised = []
+        for number, (message, may_be_trained) in enumerate(turns):
+            if may_be_trained and message["role"] == "assistant":
+                supervised.append(number)
+        messages = [message for message, _ in turns]
+        content = Conversation(messages, conversation_tools(fields), tuple(supervised))
     check(content)
     return content
 

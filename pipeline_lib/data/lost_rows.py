@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from pipeline_lib.arch.rope import positions_in
@@ -12,10 +13,10 @@ from pipeline_lib.core.files import read_json
 from pipeline_lib.core.stage import Sealed
 from pipeline_lib.core.text import did_you_mean
 from pipeline_lib.data.encode import Drop
+from pipeline_lib.data.encoded import TooLong
 from pipeline_lib.data.ledger import (
     FileLedger,
     SourceLedger,
-    TooLong,
     too_many_lost,
     too_many_unusable,
     total_of,
@@ -24,8 +25,12 @@ from pipeline_lib.data.sources import DataSource
 
 NAMED_REJECTS = 5  # rows that a message lists; quarantine.jsonl has them all
 ALWAYS_NAMED = (
-    *(Drop.PROMPT_NOT_PREFIX, Drop.NO_END_OF_TURN, Drop.THINKING_NOT_RENDERED),
-    *(Drop.CALLS_NOT_RENDERED, Drop.TOOLS_NOT_RENDERED, Drop.MESSAGE_NOT_RENDERED),
+    Drop.PROMPT_NOT_PREFIX,
+    Drop.NO_END_OF_TURN,
+    Drop.THINKING_NOT_RENDERED,
+    Drop.CALLS_NOT_RENDERED,
+    Drop.TOOLS_NOT_RENDERED,
+    Drop.MESSAGE_NOT_RENDERED,
 )
 NAMED_KEYS = 20
 # rows may lack these
@@ -47,61 +52,63 @@ def refuse_missing_columns(
     """
     lines = []
     for ledger, source in zip(ledgers, sources, strict=True):
-        files = [
-            pair for pair in zip(ledger.files, source.files, strict=True) if pair[0].keys.first
-        ]
+        with_rows = sum(bool(file.keys.first) for file in ledger.files)
         is_cut = ledger.rows == source.reading.max_rows
         for ours, theirs in source.reading.columns.items():
             if theirs == IGNORE:
                 continue
-            unseen = [(booked, file) for booked, file in files if theirs not in booked.keys.named]
-            missing = [booked for booked, file in unseen if theirs not in file.schema_names()]
-            if not missing or (ours in OPTIONAL_KEYS and len(missing) < len(files)):
+            missing = _files_without(ledger, source, theirs)
+            is_optional = ours in OPTIONAL_KEYS
+            if not missing or (is_optional and len(missing) < with_rows):
                 continue
-            if ours not in OPTIONAL_KEYS or not is_cut:
-                where = ledger.name if ours in OPTIONAL_KEYS else missing[0].name
+            if not is_optional or not is_cut:
+                where = ledger.name if is_optional else missing[0].name
                 raise _missing_column(where, missing[0], source.key, ours, theirs)
-            what = f"{theirs!r}, which {source.key}.columns names as {ours}"
-            lines.append(
-                f"tokenize: {ledger.name}: of {units.count(ledger.rows, 'rows')} read none has "
-                f"{what}"
-            )
+            read = f"of {units.count(ledger.rows, 'rows')} read none has {theirs!r}"
+            names = f"which {source.key}.columns names as {ours}"
+            lines.append(f"tokenize: {ledger.name}: {read}, {names}")
     return lines
+
+
+def _files_without(ledger: SourceLedger, source: DataSource, key: str) -> list[FileLedger]:
+    """Return the files with rows of which none has `key`, and whose schema does not name it."""
+    missing = []
+    for booked, file in zip(ledger.files, source.files, strict=True):
+        is_unseen = booked.keys.first and key not in booked.keys.named
+        if is_unseen and key not in file.schema_names():
+            missing.append(booked)
+    return missing
 
 
 def idle_names(ledgers: Sequence[SourceLedger], sources: Sequence[DataSource]) -> Iterator[str]:
     """Yield a warning for each ignored key and each role in settings that no row has."""
     for ledger, source in zip(ledgers, sources, strict=True):
-        keys = [file.keys for file in ledger.files]
-        seen = set().union(
-            *(one.named for one in keys), *(file.schema_names() for file in source.files)
-        )
-        roles = set[str]().union(*(one.roles for one in keys))
-        rows = units.count(ledger.rows, "rows")
+        seen = set[str]()
+        roles = set[str]()
+        for file in source.files:
+            seen.update(file.schema_names())
+        for booked in ledger.files:
+            seen.update(booked.keys.named)
+            roles.update(booked.keys.roles)
+        none_has = f"tokenize: {ledger.name}: of {units.count(ledger.rows, 'rows')} read none has"
         for name in sorted(source.reading.ignored - seen):
-            yield (
-                f"tokenize: {ledger.name}: of {rows} read none has {name!r}, which "
-                f"{source.key}.columns ignores"
-            )
+            yield f"{none_has} {name!r}, which {source.key}.columns ignores"
         for name in source.reading.roles:
             if name not in roles:
-                what = f"a turn of {name!r}, which {source.key}.roles names"
-                yield f"tokenize: {ledger.name}: of {rows} read none has {what}"
+                yield f"{none_has} a turn of {name!r}, which {source.key}.roles names"
 
 
 def _missing_column(
     where: str, file: FileLedger, source_key: str, ours: str, theirs: str
 ) -> DataError:
+    keys = ", ".join(map(repr, file.keys.first[:NAMED_KEYS]))
     hint = did_you_mean(theirs, file.keys.first)
-    remedy = (
-        "remove it from `columns`"
-        if ours in OPTIONAL_KEYS
-        else "give a file that lacks it a source of its own"
-    )
+    remedy = "give a file that lacks it a source of its own"
+    if ours in OPTIONAL_KEYS:
+        remedy = "remove it from `columns`"
     return DataError(
         f"{where}: no row has {theirs!r}, which {source_key}.columns names as {ours}; its first "
-        "row has "
-        f"{', '.join(map(repr, file.keys.first[:NAMED_KEYS]))}{hint}. Mend the name, or {remedy}"
+        f"row has {keys}{hint}. Mend the name, or {remedy}"
     )
 
 
@@ -119,14 +126,12 @@ def refuse_lost_rows(
     for ledger, rejects in zip(ledgers, first_rejects, strict=True):
         if ledger.quarantined.total() == ledger.rows:
             details = _rejects_text(ledger, rejects, quarantine_path)
-            raise DataError(
-                f"{ledger.name}: of {units.count(ledger.rows, 'rows')} none is a usable "
-                f"conversation: {details}"
-            )
+            rows = units.count(ledger.rows, "rows")
+            text = f"{ledger.name}: of {rows} none is a usable conversation: {details}"
+            raise DataError(text)
     if problem := too_many_unusable(total, settings):
-        details = _rejects_text(
-            total, [line for rejects in first_rejects for line in rejects], quarantine_path
-        )
+        rejects_of_all = list(chain.from_iterable(first_rejects))
+        details = _rejects_text(total, rejects_of_all, quarantine_path)
         raise DataError(f"{problem}: mend the rows or raise it. {details}")
 
 
@@ -141,15 +146,11 @@ def refuse_too_long(too_long: TooLong, rows: int, settings: Tokenize, model: Sea
     positions = positions_in(config.get("text_config", config))
     shorten = "shorten the rows, or set tokenize.over_long to drop, truncate or split"
     if too_long.tokens <= positions:
-        remedy = (
-            f"set tokenize.max_tokens: {too_long.tokens} (and shard.block_tokens to no less), "
-            f"{shorten}"
-        )
+        enough = f"set tokenize.max_tokens: {too_long.tokens} (and shard.block_tokens to no less)"
+        remedy = f"{enough}, {shorten}"
     else:
-        remedy = (
-            f"{shorten}; max_tokens beyond the {positions:,} positions of the model needs "
-            "model.rope"
-        )
+        limit = f"max_tokens beyond the {positions:,} positions of the model needs model.rope"
+        remedy = f"{shorten}; {limit}"
     raise DataError(
         f"rows longer than tokenize.max_tokens ({settings.max_tokens:,}): {too_long.rows:,} of "
         f"{rows:,}, and tokenize.over_long is error. The longest, {too_long.place}, has "
@@ -169,10 +170,8 @@ def refuse_lost_samples(
     """
     total = total_of(ledgers)
     if not total.kept:
-        raise DataError(
-            "no sample is left of "
-            f"{units.count(total.conversations, 'conversations')}:{_advice(total, hints)}"
-        )
+        conversations = units.count(total.conversations, "conversations")
+        raise DataError(f"no sample is left of {conversations}:{_advice(total, hints)}")
     problems = []
     for ledger, lengths in zip(ledgers, length_percentiles, strict=True):
         if problem := too_many_lost(ledger, settings):
@@ -185,10 +184,10 @@ def refuse_lost_samples(
 
 def _advice(ledger: SourceLedger, hints: Mapping[str, str]) -> str:
     lost = ledger.dropped + Counter({TRUNCATED: ledger.truncated})
-    return "".join(
-        f"\n  {number:,} {reason}: {hints.get(reason, TRUNCATED_HINT)}"
-        for reason, number in lost.most_common()
-    )
+    text = ""
+    for reason, number in lost.most_common():
+        text += f"\n  {number:,} {reason}: {hints.get(reason, TRUNCATED_HINT)}"
+    return text
 
 
 def _rejects_text(ledger: SourceLedger, rejects: Sequence[str], quarantine_path: Path) -> str:

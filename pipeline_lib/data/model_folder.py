@@ -117,10 +117,10 @@ def _check_weights(folder: Path, geometry: Geometry, problems: list[str]) -> Non
         problems += damaged
         return
     stored = of_text(named(headers, index), folder)
-    copies = [
-        copies_of(shape, [name, HEAD] if geometry.tied and name == EMBEDDING else [name], stored)
-        for name, shape in geometry.shapes().items()
-    ]
+    copies = []
+    for name, shape in geometry.shapes().items():
+        is_tied = geometry.tied and name == EMBEDDING
+        copies.append(copies_of(shape, [name, HEAD] if is_tied else [name], stored))
     with _collected(problems):
         refuse_misfit(folder, copies, stored)
     with _collected(problems):

@@ -87,8 +87,6 @@ def _best_fit(lengths: Iterable[int], capacity: int) -> list[int]:
     return bin_of
 
 
-# The split into training and validation.
-
 DEFAULT_FRACTION = Data.model_fields["validation_fraction"].default
 
 

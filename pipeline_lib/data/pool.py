@@ -134,8 +134,6 @@ class _PanicForMemory:
             raise MemoryError from error
 
 
-# The parent side: start workers, send them tasks, and return the results in the order of the tasks.
-
 # Spawned, not forked: the parent may have threads and use a GPU.
 _CONTEXT = multiprocessing.get_context("spawn")
 # the most tasks in flight per worker, from reading a task to yielding its result

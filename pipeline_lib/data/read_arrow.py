@@ -33,8 +33,11 @@ BATCH_ROWS = 16  # larger batches are not faster
 READ_BYTES = 1 << 20
 Cleaner = Callable[[Any], Any]
 _LISTS = (
-    *(pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list),
-    *(pa.types.is_list_view, pa.types.is_large_list_view),
+    pa.types.is_list,
+    pa.types.is_large_list,
+    pa.types.is_fixed_size_list,
+    pa.types.is_list_view,
+    pa.types.is_large_list_view,
 )
 _ARROW_FILE = b"ARROW1"  # an IPC file begins with it, and an IPC stream does not
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
@@ -48,11 +51,11 @@ def columnar_rows(path: Path, name: str) -> Iterator[tuple[RawRow, float]]:
     Raises DataError if the file is damaged, not whole or repeats a column.
     """
     is_parquet = _is_parquet(path)
-    number, read = 0, 0.0
+    batches_of = _parquet_batches if is_parquet else _arrow_batches
+    number = 0
+    read = 0.0
     try:
-        for batch, fraction in (
-            _parquet_batches(path, name) if is_parquet else _arrow_batches(path, name)
-        ):
+        for batch, fraction in batches_of(path, name):
             if not number:
                 cleaners = {field.name: _cleaner(field.type) for field in batch.schema}
             for position, (value, bad) in enumerate(_values(batch), 1):
@@ -238,9 +241,9 @@ def _schema(path: Path) -> Any:
         if _is_parquet(path):
             return pq.read_schema(path)
         with pa.memory_map(str(path)) as source:
-            return (pa.ipc.open_file if _is_arrow_file(source) else pa.ipc.open_stream)(
-                source
-            ).schema
+            if _is_arrow_file(source):
+                return pa.ipc.open_file(source).schema
+            return pa.ipc.open_stream(source).schema
     except (pa.ArrowException, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise DataError(

@@ -7,7 +7,8 @@ from typing import BinaryIO
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data import read_json
 from pipeline_lib.data.conversations import BadRow, Reason
-from pipeline_lib.data.read_json import Line, RawRow, RowPosition, guess
+from pipeline_lib.data.encodings import guess
+from pipeline_lib.data.read_json import Line, RawRow, RowPosition
 
 OTHER_SEPARATORS = (";", "\t", "|")
 

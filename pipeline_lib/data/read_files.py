@@ -19,6 +19,7 @@ from pipeline_lib.config.schema import IGNORE
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.text import redact
 from pipeline_lib.data.conversations import BadRow, Reason
+from pipeline_lib.data.encodings import guess, utf_16_name
 from pipeline_lib.data.read_csv import records
 from pipeline_lib.data.read_json import (
     BOM,
@@ -29,9 +30,7 @@ from pipeline_lib.data.read_json import (
     RawRow,
     RowPosition,
     form_of,
-    guess,
     lines,
-    utf_16_name,
 )
 from pipeline_lib.data.row_fields import is_turns
 from pipeline_lib.data.strict_json import parse
@@ -82,7 +81,8 @@ class CorpusFile:
         Raises DataError if the file has no rows, has an unknown type, or is damaged.
         """
         number = 0
-        for row in self._columns() if self._is_columnar else self._text():
+        rows = self._columns() if self._is_columnar else self._text()
+        for row in rows:
             number += 1
             yield row
         if not number:

@@ -54,13 +54,12 @@ class Fields:
     def displaced(self, keys: Sequence[str]) -> list[str]:
         """Return the `keys` that the object has, but that `columns` reads from another key."""
         theirs = self.names.values()
-        return [
-            key
-            for key in keys
-            if key in self.values
-            and self.names.get(key, key) not in (key, None)
-            and key not in theirs
-        ]
+        displaced = []
+        for key in keys:
+            is_read_elsewhere = self.names.get(key, key) not in (key, None)
+            if key in self.values and is_read_elsewhere and key not in theirs:
+                displaced.append(key)
+        return displaced
 
     def mark_read(self, keys: Collection[str]) -> None:
         """Count the file's `keys` as read."""
@@ -76,11 +75,11 @@ class Fields:
 
     def unread(self) -> list[str]:
         """Return the file's names of keys that have a value, were not read and are not ignored."""
-        return [
-            name
-            for name, value in self.values.items()
-            if name not in self._read and value not in _NOTHING and not self._is_ignored(name)
-        ]
+        unread = []
+        for name, value in self.values.items():
+            if name not in self._read and value not in _NOTHING and not self._is_ignored(name):
+                unread.append(name)
+        return unread
 
     def _is_ignored(self, name: str) -> bool:
         return name in self.names and self.names[name] is None and name not in self.names.values()
@@ -124,11 +123,10 @@ class Fields:
         They use the key names of this object, but do not ignore the keys in `kept` that this object
         ignores.
         """
-        names = {
-            ours: theirs
-            for ours, theirs in self.names.items()
-            if ours not in kept or not self._is_ignored(ours)
-        }
+        names = {}
+        for ours, theirs in self.names.items():
+            if ours not in kept or not self._is_ignored(ours):
+                names[ours] = theirs
         found = []
         for number, item in enumerate(self.items(key)):
             where = f"{self.shown(key)}[{number}]"

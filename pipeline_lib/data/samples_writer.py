@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline_lib.data.documents import ARRAYS
-from pipeline_lib.data.ledger import Encoded
+from pipeline_lib.data.encoded import Encoded
 
 
 class NpyWriter:

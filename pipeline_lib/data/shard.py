@@ -108,8 +108,6 @@ def _fill(bins: Sequence[Sequence[Document]], block_tokens: int) -> dict[str, ND
     }
 
 
-# The stage itself: split the samples, pack each side, and write its blocks.
-
 BYTES_PER_POSITION = 6  # a token, its supervision, and room for document starts
 FEW_SAMPLES = 10  # a deviation from the wanted split that chance alone explains
 

@@ -58,11 +58,9 @@ class DataSource:
 
     def _batches_of(self, file: Iterator[RawRow]) -> Iterator[RowBatch]:
         reading = self.reading
-        layout = (
-            None
-            if reading.format == "auto"
-            else Layout(reading.format, reading.columns, reading.roles)
-        )
+        layout = None
+        if reading.format != "auto":
+            layout = Layout(reading.format, reading.columns, reading.roles)
         first = None
         rows: list[RawRow] = []
         size_bytes = 0
@@ -117,9 +115,8 @@ def open_sources(
         taken.update(file.name for file in files)
         # Without local paths: the ledger must not depend on where the files are.
         if "name" in origin:  # of a hub
-            source_name = ":".join(
-                str(origin[key]) for key in ("name", "subset", "split") if key in origin
-            )
+            parts = [str(origin[key]) for key in ("name", "subset", "split") if key in origin]
+            source_name = ":".join(parts)
         else:
             source_name = ", ".join(file.name for file in files[:LISTED_FILES])
             if len(files) > LISTED_FILES:

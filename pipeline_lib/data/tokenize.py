@@ -34,12 +34,11 @@ from pipeline_lib.data.chat_template import TEMPLATE_NAME, read_tokenizer_config
 from pipeline_lib.data.documents import Samples
 from pipeline_lib.data.duplicates import ExactDuplicates, NearDuplicates
 from pipeline_lib.data.encode import TOKENIZER_NAME, Encoder
+from pipeline_lib.data.encoded import Encoded, TooLong
 from pipeline_lib.data.how_to_call import how_to_call, trained_modes
 from pipeline_lib.data.ledger import (
-    Encoded,
     FileLedger,
     SourceLedger,
-    TooLong,
     ledger_of,
     percentiles,
     table,
@@ -271,12 +270,11 @@ def _report(
     calls = how_to_call(
         trained_modes(prompts, books.thinking_default, settings.chat_template_kwargs)
     )
-    drops = [
-        f"{total.dropped[reason]:,} of {total.samples:,} samples dropped as {reason}: "
-        f"{hints[reason]}"
-        for reason in ALWAYS_NAMED
-        if total.dropped[reason]
-    ]
+    drops = []
+    for reason in ALWAYS_NAMED:
+        if total.dropped[reason]:
+            number = f"{total.dropped[reason]:,} of {total.samples:,}"
+            drops.append(f"{number} samples dropped as {reason}: {hints[reason]}")
     for line in (
         how,
         *table(books.ledgers),

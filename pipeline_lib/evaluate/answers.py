@@ -1,4 +1,4 @@
-"""Generation of answers to prompts by a model on a device with enough memory for it."""
+"""Greedy answers to held-out prompts and to the user's own, through the model's chat template."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.arch.geometry import Geometry
-from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.schema import Evaluate, Tokenize
 from pipeline_lib.core.errors import DataError, TrainingError
 from pipeline_lib.core.memory import host_free_bytes
@@ -28,88 +27,14 @@ from pipeline_lib.data.encode import default_tools, load_tokenizer
 from pipeline_lib.data.how_to_call import Mode, modes_in
 from pipeline_lib.data.template_worker import render_prompts
 from pipeline_lib.data.thinking import last_question
+from pipeline_lib.evaluate.loading import answers_here, load_to_answer
 from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, read_lineage, settings_in
-from pipeline_lib.model.build import load_base, load_plain
-from pipeline_lib.model.gpu import free_gpus
 from pipeline_lib.plan.evaluation import (
     ANSWERING_BYTES,
     Answers,
     answers_at_once,
-    gpus_to_hold,
-    is_loaded_once,
-    plan_answers,
 )
 from pipeline_lib.records.evaluation import BaseAnswer
-
-# The devices for a whole model that answers.
-
-
-def device_for(folder: Path, dtype: torch.dtype = torch.bfloat16) -> torch.device:
-    """Return the GPU if it has memory for the model in `folder` in `dtype`, else the CPU.
-
-    Raises DataError if the folder's config.json is invalid.
-    """
-    geometry = read_geometry(folder)
-    free = free_gpus()
-    return torch.device(
-        "cuda" if free and gpus_to_hold(geometry, free[0], dtype.itemsize) == 1 else "cpu"
-    )
-
-
-def answers_here(folder: Path, settings: Evaluate) -> Answers:
-    """Return how the model in `folder` can answer with the memory that is free here."""
-    free = free_gpus()
-    return plan_answers(
-        read_geometry(folder), settings, len(free), min(free, default=0), host_free_bytes()
-    )
-
-
-def is_loaded_once_here(folder: Path, place: Answers, block_tokens: int) -> bool:
-    """Return whether the model in `folder`, answering at `place`, can compute the loss there.
-
-    It needs room for the held-out loss.
-    """
-    gpu_bytes = min(free_gpus(), default=0)
-    return is_loaded_once(read_geometry(folder), block_tokens, place, gpu_bytes, host_free_bytes())
-
-
-def load_to_score(folder: Path, place: Answers, rope: Rope | None = None) -> PreTrainedModel:
-    """Load the model in `folder`, with `rope`, for the held-out loss, on `place`'s one device.
-
-    `prepare_to_generate` makes it one of `load_to_answer`. Raises DataError if transformers cannot
-    load the model.
-    """
-    device = torch.device("cuda", 0) if place.gpus else torch.device("cpu")
-    model = load_base(folder, _dtype_at(place), rope, device_map=device)
-    model.train(False)
-    return model
-
-
-def _dtype_at(place: Answers) -> torch.dtype:
-    return torch.bfloat16 if place.gpus else torch.float32
-
-
-def load_to_answer(folder: Path, place: Answers, rope: Rope | None = None) -> PreTrainedModel:
-    """Load the model in `folder`, with `rope`, at `place`: bf16 on its GPUs, else fp32 on CPUs.
-
-    Raises DataError if transformers cannot load the model.
-    """
-    options: dict[str, Any] = {"device_map": torch.device("cpu")}
-    if place.gpus == 1:
-        options = {"device_map": torch.device("cuda", 0)}
-    elif place.gpus:  # transformers spreads whole layers over these GPUs
-        free = free_gpus()[: place.gpus]
-        options = {
-            "device_map": "auto",
-            "max_memory": {gpu: size - ANSWERING_BYTES for gpu, size in enumerate(free)},
-        }
-    model = load_plain(folder, _dtype_at(place), rope, **options)
-    model.config.use_cache = True
-    model.train(False)
-    return model
-
-
-# Greedy answers to held-out prompts and to the user's own, through the model's chat template.
 
 
 @dataclass(frozen=True)
@@ -250,24 +175,25 @@ GREEDY: Mapping[str, Any] = {"do_sample": False, "temperature": None, "top_p": N
 # padding too.
 _BATCHED_KEYS = frozenset(
     {
-        *(
-            "bos_token_id",
-            "eos_token_id",
-            "pad_token_id",
-            "repetition_penalty",
-            "max_length",
-            "max_new_tokens",
-        ),
-        *(
-            "do_sample",
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "typical_p",
-        ),  # a greedy answer has none of these
-        *("num_beams", "num_return_sequences"),  # `generate` sets these itself
-        *("use_cache", "transformers_version", "_from_model_config"),
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "repetition_penalty",
+        "max_length",
+        "max_new_tokens",
+        # a greedy answer has none of these
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "typical_p",
+        # `generate` sets these itself
+        "num_beams",
+        "num_return_sequences",
+        "use_cache",
+        "transformers_version",
+        "_from_model_config",
     }
 )
 

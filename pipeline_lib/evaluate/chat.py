@@ -1,4 +1,4 @@
-"""Chat with a model folder in the terminal, and with the base model that it was tuned from.
+"""Chat with a model folder in the terminal: the answers, printed as they come, and the commands.
 
 The model is asked as it was trained: by its own chat template, with the system prompt, the tools
 and the thinking mode that its lineage records. An answer is printed as it is generated.
@@ -15,130 +15,21 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils.logging import set_verbosity_error
 
 from pipeline_lib.arch.families import read_geometry
-from pipeline_lib.arch.generation_config import generation_config_of
-from pipeline_lib.config.rope import Rope, rope_in
-from pipeline_lib.core.errors import ERROR, DataError, IntegrityError, PipelineError
-from pipeline_lib.core.memory import host_free_bytes
-from pipeline_lib.core.stage import Say, Sealed, open_sealed
-from pipeline_lib.core.store import MANIFEST_NAME, Ref, Store, read_manifest
+from pipeline_lib.core.errors import ERROR, DataError, PipelineError
+from pipeline_lib.core.stage import Say
+from pipeline_lib.core.store import Store
 from pipeline_lib.core.text import did_you_mean
-from pipeline_lib.core.units import compact, count, gib
+from pipeline_lib.core.units import compact, count
 from pipeline_lib.data.chat_template import has_template
 from pipeline_lib.data.conversations import ENDS_THINKING, OPENS_THINKING, Message
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.data.thinking import opens_thinking
-from pipeline_lib.evaluate.answers import GREEDY, Context, device_for, generate, modes_of, render
-from pipeline_lib.lineage.record import (
-    LINEAGE_NAME,
-    origin_of,
-    parse_manifest,
-    read_lineage,
-    settings_in,
-)
-from pipeline_lib.lineage.trace import store_of
-from pipeline_lib.model.build import load_plain
-
-# Loading of a model where it has room.
-
-
-@dataclass(frozen=True)
-class Place:
-    """The dtype of a model's weights, transformers' `device_map`, and a text that says both."""
-
-    dtype: torch.dtype
-    device_map: str | torch.device
-    text: str
-
-
-def place_for(folder: Path) -> Place:
-    """Return the place for the model in `folder`: a GPU, else all GPUs and host memory, or CPUs.
-
-    It is on CPUs where there are no GPUs. Raises DataError if there is too little memory.
-    """
-    parameters = read_geometry(folder).parameters
-    host_bytes = host_free_bytes()
-    if not torch.cuda.is_available():
-        for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
-            if parameters * dtype.itemsize <= host_bytes:
-                return Place(dtype, torch.device("cpu"), f"on the CPU in {name}")
-        raise _no_room(folder, parameters, f"{gib(host_bytes)} of the host's memory are")
-    if device_for(folder).type == "cuda":
-        return Place(torch.bfloat16, torch.device("cuda"), "on the GPU in bf16")
-    gpus = range(torch.cuda.device_count())
-    gpu_bytes = sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
-    where = f"{count(len(gpus), 'GPUs')} and, as far as they have no room, the host's memory"
-    if parameters * torch.bfloat16.itemsize > gpu_bytes + host_bytes:
-        raise _no_room(
-            folder,
-            parameters,
-            f"{gib(gpu_bytes)} of {count(len(gpus), 'GPUs')} and {gib(host_bytes)} are",
-        )
-    return Place(torch.bfloat16, "auto", f"in bf16 on {where}")
-
-
-def _no_room(folder: Path, parameters: int, free: str) -> DataError:
-    needed = gib(parameters * torch.bfloat16.itemsize)
-    return DataError(
-        f"{folder}: there is no room for this model: it takes {needed} in bf16, and {free} free"
-    )
-
-
-def load_to_chat(folder: Path, place: Place, rope: Rope | None = None) -> PreTrainedModel:
-    """Load the model in `folder`, with `rope`, at `place`.
-
-    Raises DataError if transformers cannot load it.
-    """
-    set_verbosity_error()  # type: ignore[no-untyped-call]  # warnings would stand amid the answers
-    model = load_plain(folder, place.dtype, rope, device_map=place.device_map)
-    model.config.use_cache = True
-    return model
-
-
-# The base model, as the lineage names it.
-
-
-def load_base_of(folder: Path, store: Store, tell: Say) -> PreTrainedModel:
-    """Load the base of the model in `folder` from the folder's store, or else from `store`.
-
-    Raises DataError if the folder names no base model or there is no room, IntegrityError if the
-    base is not in the store.
-    """
-    record = read_lineage(folder)
-    if record is None or "model" not in record.links:
-        raise DataError(f"{folder}: it has no {LINEAGE_NAME} that names its base model")
-    if (folder / MANIFEST_NAME).is_file():
-        store = store_of(folder, read_manifest(folder), store)
-    inputs: dict[str, Sealed] = {}
-    for part in ("model", "generation"):  # the second is that of a local model
-        if part not in record.links:
-            continue
-        manifest = parse_manifest(record.links[part].manifest, LINEAGE_NAME)
-        ref = Ref(manifest.stage, manifest.digest)
-        if not store.is_sealed(ref):
-            raise IntegrityError(
-                f"{store.sealed(ref)}: the base model ({origin_of(manifest)}) is not in this "
-                "store; run snakemake with the config of the experiment to get it again, or set "
-                "PIPELINE_STORE to the store that has it"
-            )
-        inputs[part] = open_sealed(ref, store)
-    base = inputs["model"].path
-    place = place_for(base)
-    tell(f"loading the base model beside the tuned one, {place.text}")
-    inputs["model"].folder()  # verifies its files
-    trained = record.links.get("train")
-    rope = rope_in(settings_in(parse_manifest(trained.manifest, LINEAGE_NAME))) if trained else None
-    model = load_to_chat(base, place, rope)
-    if generation := generation_config_of(inputs):
-        model.generation_config = GenerationConfig.from_dict(generation)
-    return model
-
-
-# Answers, printed while they are generated.
+from pipeline_lib.evaluate.answers import GREEDY, Context, generate, modes_of, render
+from pipeline_lib.evaluate.chat_model import Place, load_base_of, load_to_chat, place_for
 
 _INCOMPLETE = "\ufffd"
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -288,15 +179,14 @@ class Chat:
             )
             parts.append(f"thinking {'on' if self.context.thinking else 'off'}{of_both}")
         parts += [f"{name} {value}" for name, value in self.context.chat_template_kwargs.items()]
-        parts += ["with the system prompt of the training"] if self.context.system else []
-        parts += (
-            [f"with {count(len(self.context.tools), 'tools')} of the training"]
-            if self.context.tools
-            else []
-        )
-        parts.append(
-            "greedy" if temperature == 0 else f"sampled at temperature {temperature or 1.0:g}"
-        )
+        if self.context.system:
+            parts.append("with the system prompt of the training")
+        if self.context.tools:
+            parts.append(f"with {count(len(self.context.tools), 'tools')} of the training")
+        if temperature == 0:
+            parts.append("greedy")
+        else:
+            parts.append(f"sampled at temperature {temperature or 1.0:g}")
         return f"{self.folder}: {', '.join(parts)}"
 
     def _prompt(self, messages: Sequence[Message]) -> tuple[list[int], bool]:
@@ -359,8 +249,6 @@ def _ctrl_c_ignored() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
 
-
-# The loop in the terminal.
 
 COMMANDS = {
     "/base": "show the base model's answer to the last question",

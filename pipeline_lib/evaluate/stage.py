@@ -41,15 +41,12 @@ from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader, docum
 from pipeline_lib.data.documents import ARRAYS, Document, Samples, prompt_length
 from pipeline_lib.data.how_to_call import Mode, modes_in
 from pipeline_lib.data.packing import Split
-from pipeline_lib.evaluate.answers import (
-    Context,
+from pipeline_lib.evaluate.answers import Context, bounded, generate_all, modes_of
+from pipeline_lib.evaluate.loading import (
     answers_here,
-    bounded,
-    generate_all,
     is_loaded_once_here,
     load_to_answer,
     load_to_score,
-    modes_of,
 )
 from pipeline_lib.model.batch import IGNORED, Batch, make_batch, token_losses
 from pipeline_lib.model.build import prepare_to_generate
@@ -271,15 +268,15 @@ def _run_tuned(job: Job) -> dict[str, Any]:
         job.say(_loss_line("base", scores.base))
         job.say(_loss_line("tuned", scores.tuned))
     job.say(f"evaluate: {verdict.text}")
-    side_by_side = [
-        Generation(
+    side_by_side = []
+    for of_base, of_tuned in zip(base.answers, tuned.answers, strict=True):
+        generation = Generation(
             prompt=of_base.prompt,
             reference=of_base.reference,
             base=of_base.answer,
             tuned=of_tuned.answer,
         )
-        for of_base, of_tuned in zip(base.answers, tuned.answers, strict=True)
-    ]
+        side_by_side.append(generation)
     evaluation = Evaluation(eval=scores, verdict=verdict, answers=_bound(tuned.place))
     return _leave(job, evaluation, rows, side_by_side)
 

@@ -6,7 +6,7 @@ are in memory; of all other tensors a thread reads one at a time.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,10 +45,9 @@ class TensorRecipe:
 
     def entry(self, dtype: torch.dtype | None) -> Entry:
         """Return what is written of it, in `dtype`; if that is None, in that of the base."""
-        own = self.stored.dtype
-        return Entry(
-            self.stored.name, self.stored.shape, own if dtype is None or self.beside else dtype
-        )
+        if dtype is None or self.beside:
+            dtype = self.stored.dtype
+        return Entry(self.stored.name, self.stored.shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,8 @@ class Trained:
 
     def factors(self, module: str) -> tuple[Tensor, Tensor]:
         """Return A and B of the adapted `module`."""
-        a, b = (self.adapters[f"{module}.lora_{part}.{ADAPTER}.weight"] for part in "AB")
+        a = self.adapters[f"{module}.lora_A.{ADAPTER}.weight"]
+        b = self.adapters[f"{module}.lora_B.{ADAPTER}.weight"]
         return a, b
 
 
@@ -92,9 +92,8 @@ class Fold:
         recipe = self.recipes[name]
         if recipe.trained is not None:
             values = buffers.empty(recipe.stored.shape, torch.float32)
-            self.trained.saved[recipe.trained].fill(
-                values.view(recipe.piece.sizes), recipe.piece.offsets
-            )
+            piece = recipe.piece
+            self.trained.saved[recipe.trained].fill(values.view(piece.sizes), piece.offsets)
             return buffers.rounded(values, dtype)
         if recipe.adapter is None:
             return self._base(recipe.stored, dtype, buffers)
@@ -118,9 +117,8 @@ class Fold:
         from pipeline_lib.model.lora import factors_of_experts, row_norms  # loads peft
 
         a, b = self.trained.factors(module)
-        scale = self.lora.alpha / (
-            math.sqrt(self.lora.rank) if self.lora.rslora else self.lora.rank
-        )
+        divisor = math.sqrt(self.lora.rank) if self.lora.rslora else self.lora.rank
+        scale = self.lora.alpha / divisor
         # of all experts of a layer; `piece` says of which, and which of their rows
         if len(piece.sizes) == 3:
             experts, rows, _ = piece.slices
@@ -142,52 +140,52 @@ def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
     model = build_trainable(base, train)
     wanted = {name: tuple(parameter.shape) for name, parameter in trainable(model).items()}
     saved = find_saved(trained / WEIGHTS)
-    _refuse_other_tensors(
-        trained / WEIGHTS, {name: tensor.shape for name, tensor in saved.items()}, wanted
-    )
+    shapes = {name: tensor.shape for name, tensor in saved.items()}
+    _refuse_other_tensors(trained / WEIGHTS, shapes, wanted)
     stored, sources = match_tensors(model, base)
     everything = find_tensors(base)
     refuse_unreadable_kinds(everything.values())
     recipes: dict[str, TensorRecipe] = {}
+    adapters: dict[str, Tensor] = {}
     of_experts: dict[int, str] = {}
     if train.method == "lora":
         from pipeline_lib.model.lora import adapted_matrices  # loads peft
 
+        adapters = {name: torch.empty(shape) for name, shape in wanted.items()}
         of_experts = adapted_matrices(model)
-    for parameter, names, (first, *_) in sources:
+    for parameter, names, copies in sources:
         trained_name = names[0] if parameter.requires_grad else None
-        for piece in first:  # if a tied weight is stored twice, only the first copy is written
+        for piece in copies[0]:  # if a tied weight is stored twice, only the first copy is written
             module = of_experts.get(id(parameter), PEFT_PREFIX + piece.name.removesuffix(".weight"))
-            has_adapter = f"{module}.lora_A.{ADAPTER}.weight" in wanted and not piece.name.endswith(
-                ".bias"
-            )
+            is_adapted = f"{module}.lora_A.{ADAPTER}.weight" in wanted
+            adapter = module if is_adapted and not piece.name.endswith(".bias") else None
             tensor = stored[piece.name]
-            recipes[tensor.name] = TensorRecipe(
-                tensor, trained_name, piece, module if has_adapter else None
-            )
-    # The comparison of logits might miss a small tensor that is not used.
-    used = {name for recipe in recipes.values() for name in (recipe.trained, recipe.adapter)}
-    unused = [
-        name for name in wanted if name not in used and name.partition(".lora_")[0] not in used
-    ]
-    if unused:
-        raise IntegrityError(
-            f"{trained / WEIGHTS}: {unused[0]} belongs to no tensor of the base model; this is a "
-            "bug, report it"
-        )
+            recipes[tensor.name] = TensorRecipe(tensor, trained_name, piece, adapter)
+    _refuse_unused(trained / WEIGHTS, wanted, recipes)
     for part in family_in(read_object(base / "config.json")).beside:
         for name, tensor in everything.items():
             if name.startswith(part):
                 whole = Piece(name, (0,) * len(tensor.shape), tensor.shape)
                 recipes[name] = TensorRecipe(tensor, None, whole, None, part)
     quantized = frozenset(stored[name].name for _, name in quantized_linears(model))
-    adapters = (
-        {name: torch.empty(shape) for name, shape in wanted.items()}
-        if train.method == "lora"
-        else {}
-    )
     fill_saved(trained / WEIGHTS, saved, adapters)
     return Fold(recipes, Trained(saved, adapters), train.lora, quantized, DTYPES[train.precision])
+
+
+def _refuse_unused(
+    folder: Path, wanted: Iterable[str], recipes: Mapping[str, TensorRecipe]
+) -> None:
+    """Raise IntegrityError if a tensor of `wanted`, in `folder`, is in none of the `recipes`.
+
+    The comparison of logits might miss a small one.
+    """
+    used = set[str | None]()
+    for recipe in recipes.values():
+        used.update((recipe.trained, recipe.adapter))
+    unused = [name for name in wanted if not used & {name, name.partition(".lora_")[0]}]
+    if unused:
+        text = f"{folder}: {unused[0]} belongs to no tensor of the base model"
+        raise IntegrityError(f"{text}; this is a bug, report it")
 
 
 def _refuse_other_tensors(
@@ -197,21 +195,17 @@ def _refuse_other_tensors(
 
     The shapes have to be the same too.
     """
-    problems = [
-        *(f"lacks {name}" for name in wanted.keys() - stored.keys()),
-        *(f"holds {name}, which is not trained" for name in stored.keys() - wanted.keys()),
-        *(
-            f"holds {name} as {list(stored[name])} instead of {list(shape)}"
-            for name, shape in wanted.items()
-            if stored.get(name, shape) != shape
-        ),
-    ]
+    problems = [f"lacks {name}" for name in wanted.keys() - stored.keys()]
+    problems += [f"holds {name}, which is not trained" for name in stored.keys() - wanted.keys()]
+    for name, shape in wanted.items():
+        found = stored.get(name, shape)
+        if found != shape:
+            problems.append(f"holds {name} as {list(found)} instead of {list(shape)}")
     if problems:
-        more = (
-            f" and {len(problems) - _NAMED_AT_MOST} more" if len(problems) > _NAMED_AT_MOST else ""
-        )
+        named = "; it ".join(sorted(problems)[:_NAMED_AT_MOST])
+        if len(problems) > _NAMED_AT_MOST:
+            named += f" and {len(problems) - _NAMED_AT_MOST} more"
         raise IntegrityError(
-            f"{folder}: not what this run trained: it "
-            f"{'; it '.join(sorted(problems)[:_NAMED_AT_MOST])}{more}. "
-            "Delete the result of the training stage, and run snakemake again"
+            f"{folder}: not what this run trained: it {named}. Delete the result of the training "
+            "stage, and run snakemake again"
         )

@@ -1,12 +1,15 @@
 """The merge stage: merge base and trained weights into a folder, and check it by the model.
 
-It is a Hugging Face folder, and it is checked against the trained model.
+It is a Hugging Face folder with the same weight files and tensors as the base. It is read back from
+disk and has to be the trained model (export/proof.py); otherwise the stage fails, publishing
+nothing.
 """
 
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,9 @@ import torch
 from torch import Tensor
 
 from pipeline_lib.arch.config_json import read_object, without_quantization
-from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.arch.generation_config import generation_config_of
-from pipeline_lib.arch.geometry import OF_HEADS
 from pipeline_lib.arch.rope import stretched
-from pipeline_lib.arch.weight_files import ADAPTER, INDEX_NAME, SINGLE_NAME
+from pipeline_lib.arch.weight_files import INDEX_NAME, SINGLE_NAME
 from pipeline_lib.config.content import GENERATION_NAME, LICENCE_FILES, MEDIA_FILES, tokenizer_files
 from pipeline_lib.config.rope import Rope, rope_in
 from pipeline_lib.config.schema import Merge
@@ -37,10 +38,11 @@ from pipeline_lib.data.chat_template import (
 )
 from pipeline_lib.data.pool import Limits
 from pipeline_lib.data.template_worker import end_of_turn
-from pipeline_lib.export.card import HUBS, adapter_card, licence_of, loading_code, model_card
+from pipeline_lib.export.adapter import ADAPTER_FOLDER, adapter_code, export_adapter
+from pipeline_lib.export.card import HUBS, adapter_card, licence_of, model_card
 from pipeline_lib.export.fold import Fold, plan_fold
 from pipeline_lib.export.proof import device_for, prove
-from pipeline_lib.export.write import Buffers, Entry, write_files
+from pipeline_lib.export.write import Buffers, Entry, finite, write_files
 from pipeline_lib.lineage.record import LINEAGE_NAME, lineage_of, parse_manifest
 from pipeline_lib.model.build import DTYPES
 from pipeline_lib.model.weights import find_tensors
@@ -48,80 +50,6 @@ from pipeline_lib.records.data import LEDGER_NAME, Ledger
 from pipeline_lib.records.merge import PARITY_NAME, Parity, Unproven
 from pipeline_lib.records.record import read_record, to_json
 from pipeline_lib.records.training import read_training
-from pipeline_lib.train.state import is_finite
-
-# Export of the trained adapters alone, in peft's format.
-
-# in the code that loads adapters on a model that no hub has
-UNNAMED_BASE = "FOLDER OF THE BASE MODEL"
-ADAPTER_FOLDER = "adapter"
-
-
-def export_adapter(
-    adapters: Mapping[str, Tensor], train: Train, model: Mapping[str, Any], out: Path
-) -> dict[str, str]:
-    """Write `out`/adapter: the `adapters` in fp32 under peft's names, and their config.
-
-    Return hashes of its weights. `model` holds the base model's settings in the spec. The config
-    names the base model if it is from a hub. Raises TrainingError for a value that is
-    not finite.
-    """
-    from pipeline_lib.model.lora import lora_config  # loads peft
-
-    folder = out / ADAPTER_FOLDER
-    folder.mkdir()
-    # peft leaves the adapter's name out in files, and `.weight` after a magnitude.
-    names = {
-        name.replace(f".{ADAPTER}.", ".").replace(
-            "lora_magnitude_vector.weight", "lora_magnitude_vector"
-        ): name
-        for name in adapters
-    }
-    entries = [
-        Entry(saved, tuple(adapters[name].shape), torch.float32) for saved, name in names.items()
-    ]
-    hashes = write_files(
-        out,
-        {f"{ADAPTER_FOLDER}/adapter_model.safetensors": entries},
-        lambda entry, _: finite(adapters[names[entry.name]], entry),
-    )
-    modules = {name.partition(".lora_")[0] for name in adapters}
-    config = lora_config(
-        train.lora, sorted({name.rpartition(".")[2] for name in modules if ".experts" not in name})
-    )
-    config.inference_mode = True
-    if model.get("source") in HUBS:
-        config.base_model_name_or_path = model.get("name")
-    if model.get("source") == "huggingface":
-        config.revision = model.get("revision")
-    settings: dict[str, Any] = config.to_dict()  # type: ignore[no-untyped-call]
-    plain = {
-        key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()
-    }
-    write_json(folder / "adapter_config.json", plain)
-    return hashes
-
-
-def adapter_code(base: Path, model: Mapping[str, Any], train: Train, rope: Rope | None) -> str:
-    """Return code that loads the adapters on the base in the folder `base`, by the settings.
-
-    The settings are those in the spec.
-    """
-    name = str(model.get("name")) if model.get("source") == "huggingface" else UNNAMED_BASE
-    skipped = OF_HEADS if read_geometry(base).delta is not None else ()
-    return loading_code(train, name, skipped, is_stretched=rope is not None)
-
-
-def finite(value: Tensor, entry: Entry) -> Tensor:
-    """Return `value`. Raises TrainingError if not all of it is finite."""
-    if not is_finite(value):
-        raise TrainingError(f"merged weight {entry.name} is not finite; this model is not exported")
-    return value
-
-
-# The stage itself. The exported folder has the same weight files and tensors as the base. It is
-# read back from disk and has to be the trained model (export/proof.py); otherwise the stage fails,
-# publishing nothing.
 
 UNPROVEN = (
     "its adapters were trained on a base in 4 bits and added to the unquantized one (merge.base: "
@@ -159,19 +87,17 @@ def run(job: Job) -> dict[str, Any]:
         job.hashes.update(export_adapter(fold.trained.adapters, train, model, job.out))
         hub_name = str(model["name"]) if model.get("source") in HUBS else None
         write_text(job.out / ADAPTER_FOLDER / "README.md", adapter_card(loading, hub_name))
-    if code := sorted(
-        CODE_KEYS & (read_object(base / "config.json").keys() | read_tokenizer_config(base).keys())
-    ):
-        job.say(
-            f"merge: the base model's own code ({', '.join(code)}) is no part of the merged one; "
-            "transformers' is used"
-        )
+    keys = read_object(base / "config.json").keys() | read_tokenizer_config(base).keys()
+    code = ", ".join(sorted(CODE_KEYS & keys))
+    if code:
+        text = f"the base model's own code ({code}) is no part of the merged one"
+        job.say(f"merge: {text}; transformers' is used")
     parity: Parity | Unproven = Unproven(unproven=UNPROVEN)
     if is_proven:
         parity = prove_or_keep(job, base, trained, train)
     figures: dict[str, Any] = to_json(parity)
     write_json(job.out / PARITY_NAME, figures)
-    tell_origin(job, train, parity, fold.beside, loading)
+    write_origin(job, train, parity, fold.beside, loading)
     job.say(f"merge: {_in_words(parity)}")
     return figures
 
@@ -209,10 +135,10 @@ def export(
     base's generation_config.json, and `rope` enters config.json. Raises TrainingError naming a
     weight that is not finite, or the weights that were not written as planned.
     """
+    recipes = list(fold.recipes.values())
+    recipes.sort(key=lambda recipe: (recipe.trained or "", recipe.stored.name))
     files: dict[str, list[Entry]] = defaultdict(list)
-    for recipe in sorted(
-        fold.recipes.values(), key=lambda recipe: (recipe.trained or "", recipe.stored.name)
-    ):
+    for recipe in recipes:
         files[recipe.stored.path.name].append(recipe.entry(dtype))
     size_bytes = fold.size_bytes(dtype)
     require_space(out, size_bytes, "the merged model")
@@ -220,30 +146,42 @@ def export(
     def value_of(entry: Entry, buffers: Buffers) -> Tensor:
         return finite(fold.value(entry.name, entry.dtype, buffers), entry)
 
-    with ThreadPoolExecutor(
-        1, "template"
-    ) as beside:  # starting an interpreter for it takes seconds
+    # an interpreter starts for the template, which takes seconds
+    with ThreadPoolExecutor(1, "template") as beside:
         stopping = beside.submit(stop_at_end_of_turn, generation, base)
         hashes = write_files(out, files, value_of)
     if SINGLE_NAME not in files:
-        weight_map = {
-            entry.name: file_name for file_name, entries in files.items() for entry in entries
-        }
-        index = {
-            "metadata": {"total_size": size_bytes},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
-        write_json(out / INDEX_NAME, index)
-    _refuse_other_content(
-        out, {entry.name: entry for entries in files.values() for entry in entries}
-    )
-    stored_config = without_quantization(stretched(read_object(base / "config.json"), rope))
-    config = {key: value for key, value in stored_config.items() if key not in CODE_KEYS}
+        _write_index(out, files, size_bytes)
+    _refuse_other_content(out, {entry.name: entry for entry in chain(*files.values())})
+    write_json(out / "config.json", _exported_config(base, rope, dtype))
+    _copy_tokenizer(base, out)
+    generation_config = stopping.result()
+    if generation_config:
+        write_json(out / GENERATION_NAME, generation_config)
+    return hashes
+
+
+def _write_index(out: Path, files: Mapping[str, Sequence[Entry]], size_bytes: int) -> None:
+    """Write which of several `files` holds which tensor."""
+    file_of = {}
+    for file_name, entries in files.items():
+        for entry in entries:
+            file_of[entry.name] = file_name
+    index = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(file_of.items()))}
+    write_json(out / INDEX_NAME, index)
+
+
+def _exported_config(base: Path, rope: Rope | None, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return the config.json of the exported model."""
+    stored = without_quantization(stretched(read_object(base / "config.json"), rope))
+    config = {key: value for key, value in stored.items() if key not in CODE_KEYS}
     if "text_config" not in config:
         config["use_cache"] = True
-    if dtype is not None:
-        config = _with_dtype(config, dtype)
-    write_json(out / "config.json", config)
+    return config if dtype is None else _with_dtype(config, dtype)
+
+
+def _copy_tokenizer(base: Path, out: Path) -> None:
+    """Copy the tokenizer's files, those of pictures and sounds, and the licence, without code."""
     for name in (*tokenizer_files(base), *MEDIA_FILES, *LICENCE_FILES):
         if name != GENERATION_NAME and (base / name).exists():
             (out / name).parent.mkdir(exist_ok=True)
@@ -252,9 +190,6 @@ def export(
     if tokenizer.keys() & CODE_KEYS:  # else the file stays unchanged
         plain = {key: value for key, value in tokenizer.items() if key not in CODE_KEYS}
         write_json(out / TOKENIZER_CONFIG_NAME, plain)
-    if generation_config := stopping.result():
-        write_json(out / GENERATION_NAME, generation_config)
-    return hashes
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -262,8 +197,8 @@ def _with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]
 
     transformers loads by that part.
     """
-    plain = {key: value for key, value in config.items() if key != "torch_dtype"}
-    named = {**plain, "dtype": str(dtype).removeprefix("torch.")}
+    named = {key: value for key, value in config.items() if key != "torch_dtype"}
+    named["dtype"] = str(dtype).removeprefix("torch.")
     if isinstance(config.get("text_config"), dict):
         named["text_config"] = _with_dtype(config["text_config"], dtype)
     return named
@@ -274,12 +209,10 @@ def _refuse_other_content(out: Path, entries: Mapping[str, Entry]) -> None:
     written = {name: (stored.shape, stored.dtype) for name, stored in find_tensors(out).items()}
     wanted = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
     if written != wanted:
-        wrong = sorted(
-            name for name in written.keys() | wanted.keys() if written.get(name) != wanted.get(name)
-        )
-        raise TrainingError(
-            f"{out}: was not written as planned: {', '.join(wrong[:5])}; run snakemake again"
-        )
+        every = sorted(written.keys() | wanted.keys())
+        wrong = [name for name in every if written.get(name) != wanted.get(name)]
+        text = f"{out}: was not written as planned: {', '.join(wrong[:5])}"
+        raise TrainingError(f"{text}; run snakemake again")
 
 
 def stop_at_end_of_turn(
@@ -320,7 +253,7 @@ def prove_or_keep(job: Job, base: Path, trained: Path, train: Train) -> Parity:
         ) from error
 
 
-def tell_origin(
+def write_origin(
     job: Job,
     train: Train,
     parity: Parity | Unproven,

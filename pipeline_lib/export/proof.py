@@ -38,11 +38,12 @@ from pipeline_lib.core.spans import Spans
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.threads import READERS, threads
 from pipeline_lib.data.blocks import Block
-from pipeline_lib.model.batch import load_probe, make_batch, probe_positions
+from pipeline_lib.model.batch import make_batch
 from pipeline_lib.model.build import DTYPES, build_trainable
 from pipeline_lib.model.gpu import device_with
 from pipeline_lib.model.kept import Kept
 from pipeline_lib.model.nf4 import rounded
+from pipeline_lib.model.probe import load_probe, probe_positions
 from pipeline_lib.model.streaming import Fill, Streamed, StreamedModel, fill_from
 from pipeline_lib.model.weights import (
     Stored,
@@ -179,9 +180,8 @@ class Reference:
     @cached_property
     def _quantized(self) -> frozenset[str]:
         """The names of the weights that were in 4 bits in the training."""
-        return frozenset(
-            name for _, name in quantized_linears(build_trainable(self.exported, self.train))
-        )
+        model = build_trainable(self.exported, self.train)
+        return frozenset(name for _, name in quantized_linears(model))
 
     @cached_property
     def _saved(self) -> dict[str, SavedTensor]:
@@ -203,9 +203,6 @@ def kept_on(device: torch.device, exported: Path, base: Path, trained: Path) -> 
     needed = max(scoring_bytes(geometry, PROBE_TOKENS, FP32_BYTES), unit)
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return Kept(device, size_bytes) if size_bytes + needed <= free_bytes else Kept()
-
-
-# The tensors by value.
 
 
 def compare_tensors(reference: Reference, device: torch.device) -> dict[str, Any]:
@@ -243,11 +240,12 @@ def differences(reference: Reference, device: torch.device) -> Iterator[tuple[St
     copies = {id(parameter): of_one for parameter, _, of_one in sources}
 
     def compare(unit: nn.Module) -> list[tuple[Stored, float]]:
-        return [
-            (written[piece.name], _difference(values, piece, written[piece.name]))
-            for parameter, values in _merged(unit, fills, device)
-            for piece in chain.from_iterable(copies.pop(parameter, ()))
-        ]
+        found = []
+        for parameter, values in _merged(unit, fills, device):
+            for piece in chain.from_iterable(copies.pop(parameter, ())):
+                stored = written[piece.name]
+                found.append((stored, _difference(values, piece, stored)))
+        return found
 
     units = list(_units(model))
     with threads(_at_once(units, device, reference.kept), "proof") as pool:
@@ -293,12 +291,11 @@ def _merged(
     The values are on `device`.
     """
     modules: list[Any] = list(unit.modules()) if _is_adapted(unit) else [unit]
-    slots = [
-        (module, name)
-        for module in modules
-        for name, it in module._parameters.items()
-        if it is not None
-    ]
+    slots = []
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                slots.append((module, name))
     empty = [module._parameters[name] for module, name in slots]
     for (module, name), parameter in zip(slots, empty, strict=True):
         values = torch.empty(parameter.shape, dtype=torch.float32, device=device)

@@ -15,9 +15,11 @@ from threading import Event
 import torch
 from torch import Tensor
 
+from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.files import write_hashed
 from pipeline_lib.plan.stages import MERGED_AT_ONCE
 from pipeline_lib.train.shard_files import bytes_of, header_of
+from pipeline_lib.train.state import is_finite
 
 _METADATA = {"format": "pt"}  # required by transformers
 
@@ -116,3 +118,10 @@ def write_files(
         if error is not None and not isinstance(error, _Stopped):
             raise error
     return {name: flight.result() for name, flight in flights.items()}
+
+
+def finite(value: Tensor, entry: Entry) -> Tensor:
+    """Return `value`. Raises TrainingError if not all of it is finite."""
+    if not is_finite(value):
+        raise TrainingError(f"merged weight {entry.name} is not finite; this model is not exported")
+    return value

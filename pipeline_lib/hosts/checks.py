@@ -3,9 +3,10 @@
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pipeline_lib.config.schema import Cluster
@@ -48,11 +49,7 @@ def unseen_answers(folder: Path, token: str, hosts: Sequence[str]) -> list[str]:
     """Return the hosts of `hosts` whose file beside `token` is not visible here within SEEN_S."""
     deadline_s = time.monotonic() + SEEN_S
     while True:
-        seen = {
-            path.name.removeprefix(f"{token}.")
-            for path in folder.iterdir()
-            if path.name.startswith(f"{token}.")
-        }
+        seen = {path.name.removeprefix(f"{token}.") for path in folder.glob(f"{token}.*")}
         missing = [host for host in hosts if host not in seen]
         if not missing or time.monotonic() > deadline_s:
             return missing
@@ -80,19 +77,18 @@ def problems_of_hosts(
 
     `clocks` has the seconds each is ahead.
     """
-    problems = [
-        f"{host}: {text}" for host, found in facts.items() for text in _alone(found, wanted)
-    ]
+    problems = []
+    for host, found in facts.items():
+        problems += [f"{host}: {text}" for text in _alone(found, wanted)]
     problems += _same_machine(facts)
     for what, values in _compared(facts).items():
         problems += _differences(what, values)
     for host, ahead_s in clocks.items():
         if abs(ahead_s) > CLOCK_S:
             way = "ahead of" if ahead_s > 0 else "behind"
+            clock = f"its clock is {abs(ahead_s):.0f} s {way} this machine's"
             remedy = "start a time service there (chrony or systemd-timesyncd)"
-            problems.append(
-                f"{host}: its clock is {abs(ahead_s):.0f} s {way} this machine's; {remedy}"
-            )
+            problems.append(f"{host}: {clock}; {remedy}")
     return problems
 
 
@@ -104,24 +100,19 @@ def _alone(found: HostFacts, wanted: HostNeeds) -> Iterator[str]:
                 "the runs, at the same path (docs/two-machines.md has the lines for NFS)"
             )
     if len(found.gpus) < wanted.gpus_per_node:
-        count = (
-            units.count(len(found.gpus), "GPUs")
-            if found.gpus
-            else "no GPUs (nvidia-smi shows none)"
-        )
+        count = "no GPUs (nvidia-smi shows none)"
+        if found.gpus:
+            count = units.count(len(found.gpus), "GPUs")
         yield f"it has {count}, and cluster.gpus_per_node is {wanted.gpus_per_node}"
     if wanted.gpus_per_node and wanted.gpu:
-        for name in sorted({gpu.name for gpu in found.gpus if _is_another(wanted.gpu, gpu.name)}):
-            yield f"its GPUs are {name}, and cluster.gpu is {wanted.gpu}"
-    needed = from_gigabytes(wanted.memory_gb)
-    if found.memory_available_bytes < needed:
-        has = (
-            f"{gigabytes(found.memory_available_bytes)} of its {gigabytes(found.memory_bytes)} "
-            "of memory"
-        )
+        for name in sorted({gpu.name for gpu in found.gpus}):
+            if _is_another(wanted.gpu, name):
+                yield f"its GPUs are {name}, and cluster.gpu is {wanted.gpu}"
+    if found.memory_available_bytes < from_gigabytes(wanted.memory_gb):
+        free = gigabytes(found.memory_available_bytes)
         yield (
-            f"{has} are free, and cluster.memory_gb is {wanted.memory_gb}: end what else runs "
-            "there, or lower it"
+            f"{free} of its {gigabytes(found.memory_bytes)} of memory are free, and "
+            f"cluster.memory_gb is {wanted.memory_gb}: end what else runs there, or lower it"
         )
     if found.temporary_free_bytes < LEAST_TEMPORARY_BYTES:
         yield (
@@ -147,31 +138,36 @@ def _same_machine(facts: Mapping[str, HostFacts]) -> Iterator[str]:
 
 def _compared(facts: Mapping[str, HostFacts]) -> dict[str, dict[str, str]]:
     """Return the values that have to be equal, by what they are and by host."""
-    packages = sorted({name for found in facts.values() for name in found.packages})
+    packages = set[str]()
+    for found in facts.values():
+        packages.update(found.packages)
+
+    def of_each(read: Callable[[HostFacts], str]) -> dict[str, str]:
+        return {host: read(found) for host, found in facts.items()}
+
     compared = {
-        "this project's code": {host: found.code for host, found in facts.items()},
-        "Python": {host: found.python for host, found in facts.items()},
-        **{
-            name: {host: found.packages.get(name, "not installed") for host, found in facts.items()}
-            for name in packages
-        },
+        "this project's code": of_each(lambda found: found.code),
+        "Python": of_each(lambda found: found.python),
     }
+    for name in sorted(packages):
+        compared[name] = of_each(partial(_version, name))
     if any(found.gpus for found in facts.values()):
-        kinds = {
-            host: ", ".join(sorted({gpu.name for gpu in found.gpus})) or "none"
-            for host, found in facts.items()
-        }
-        drivers = {
-            host: _branch(found.gpus[0].driver) if found.gpus else "none"
-            for host, found in facts.items()
-        }
-        compared |= {"the kind of GPU": kinds, "the branch of the GPU driver": drivers}
+        compared["the kind of GPU"] = of_each(_gpu_kinds)
+        compared["the branch of the GPU driver"] = of_each(_driver_branch)
     return compared
 
 
-def _branch(driver: str) -> str:
-    """Return a driver version's branch, `570` of `570.124.06`: its releases work together."""
-    return driver.partition(".")[0]
+def _version(package: str, found: HostFacts) -> str:
+    return found.packages.get(package, "not installed")
+
+
+def _gpu_kinds(found: HostFacts) -> str:
+    return ", ".join(sorted({gpu.name for gpu in found.gpus})) or "none"
+
+
+def _driver_branch(found: HostFacts) -> str:
+    """Return the branch of a driver's version, `570` of `570.124.06`: its releases work together."""
+    return found.gpus[0].driver.partition(".")[0] if found.gpus else "none"
 
 
 def _differences(what: str, values: Mapping[str, str]) -> Iterator[str]:

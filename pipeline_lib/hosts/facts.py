@@ -22,18 +22,17 @@ PACKAGE = Path(__file__).parents[1]
 # Those that decide whether ranks of two hosts compute the same, and whether they understand each
 # other.
 COMPARED_PACKAGES = (
-    *(
-        "torch",
-        "transformers",
-        "tokenizers",
-        "safetensors",
-        "numpy",
-        "peft",
-        "accelerate",
-        "deepspeed",
-        "triton",
-    ),
-    *("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "peft",
+    "accelerate",
+    "deepspeed",
+    "triton",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
 )
 _NOT_BETWEEN_HOSTS = ("lo", "docker", "virbr", "br-", "veth", "cni", "flannel")
 _CALL_S = 20.0
@@ -113,12 +112,10 @@ def addresses() -> dict[str, tuple[str, ...]]:
     state = psutil.net_if_stats()
     found = {}
     for name, entries in psutil.net_if_addrs().items():
-        usable = [
-            entry.address
-            for entry in sorted(entries, key=lambda entry: entry.family == socket.AF_INET6)
-            if entry.family in (socket.AF_INET, socket.AF_INET6)
-            and not entry.address.startswith("fe80")
-        ]
+        of_version_4 = [one.address for one in entries if one.family == socket.AF_INET]
+        of_version_6 = [one.address for one in entries if one.family == socket.AF_INET6]
+        every = of_version_4 + of_version_6
+        usable = [address for address in every if not address.startswith("fe80")]
         if (
             usable
             and name in state
@@ -134,11 +131,10 @@ def _identity() -> str:
     parts = [socket.gethostname()]
     for path in (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")):
         with suppress(OSError):
-            parts.append(
-                str(path.readlink())
-                if path.is_symlink()
-                else path.read_text(encoding="utf-8").strip()
-            )
+            if path.is_symlink():
+                parts.append(str(path.readlink()))
+            else:
+                parts.append(path.read_text(encoding="utf-8").strip())
     return " ".join(parts)
 
 
@@ -164,8 +160,10 @@ def ask_driver(*keys: str) -> list[list[str]]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
+    if done.returncode:
+        return []
     found = []
-    for line in done.stdout.splitlines() if done.returncode == 0 else []:
+    for line in done.stdout.splitlines():
         values = [value.strip() for value in line.split(",")]
         if len(values) == len(keys):
             found.append(values)

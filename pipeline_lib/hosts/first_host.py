@@ -123,11 +123,10 @@ class JoiningPort:
                 ]
             now_s = time.monotonic()
             if now_s - start_s >= wait_s:
-                names = (
-                    ": " + ", ".join(f"node {rank} from {place.address}" for rank, place in here)
-                    if here
-                    else ""
-                )
+                names = ""
+                if here:
+                    places = [f"node {rank} from {place.address}" for rank, place in here]
+                    names = f": {', '.join(places)}"
                 raise Interrupted(
                     f"{len(here)} of {hosts} joined at port {self.port} within {wait_s:.0f} "
                     f"s{names}; run {how} on the others, and {CONTINUES}"
@@ -154,9 +153,8 @@ class JoiningPort:
             # the oldest of the address that has most of them must go
             if len(self._pending) >= MAX_HANDSHAKES:
                 crowd = Counter(self._pending.values()).most_common(1)[0][0]
-                oldest = next(
-                    one for one, its_address in self._pending.items() if its_address == crowd
-                )
+                of_crowd = [one for one, address in self._pending.items() if address == crowd]
+                oldest = of_crowd[0]
                 del self._pending[oldest]
                 with suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)  # ends its thread, which closes it

@@ -1,11 +1,13 @@
 """A training's hosts, each with an agent: check them, find addresses, run the ranks."""
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from operator import ne
 from pathlib import Path
 from typing import Any
@@ -28,13 +30,39 @@ LOOK_S = 0.1
 Show = Callable[[str, str], None]  # of a host's name and a line
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ended:
     """How ranks ended: the first host that failed, its exit code, and the hosts that were lost."""
 
     host: str = ""
     exit_code: int = 0
     lost: dict[str, str] = field(default_factory=dict)
+
+
+def _send_all(links: Iterable[HostLink], order: str) -> None:
+    for link in links:
+        link.send(order)
+
+
+def _reached_by_all(addresses: Sequence[str], reached: Iterable[Sequence[str]]) -> str | None:
+    """Return the first of a host's `addresses` that every other host reached, if there is one."""
+    for address in addresses:
+        if all(address in of_one for of_one in reached):
+            return address
+    return None
+
+
+def _not_reached(
+    host: str, addresses: Sequence[str], port: int, reached_from: Mapping[str, Sequence[str]]
+) -> str:
+    """Return the problem of a host without an address that all others reach."""
+    deaf = [other for other, reached in reached_from.items() if not reached]
+    return (
+        f"{host} is not reached from {' and '.join(deaf or reached_from)} at "
+        f"{', '.join(addresses) or 'any address'} (port {port}): open the TCP ports between the "
+        "hosts in their firewalls, or name the interface that connects them (`interface` in the "
+        "site file, or PIPELINE_INTERFACE)"
+    )
 
 
 class HostGroup:
@@ -94,16 +122,11 @@ class HostGroup:
             facts, clocks, problems = self._facts([str(folder) for folder in folders], token)
             problems += problems_of_hosts(facts, clocks, wanted)
             for folder in folders:
-                wrote = [
-                    host
-                    for host, found in facts.items()
-                    if not found.folders.get(str(folder), "absent")
-                ]
+                key = str(folder)
+                wrote = [host for host, its in facts.items() if its.folders.get(key) == ""]
                 for host in unseen_answers(folder, token, wrote):
-                    problems.append(
-                        f"{host}: what it writes to {folder} is not seen here: it is another "
-                        "folder there"
-                    )
+                    text = f"{host}: what it writes to {folder} is not seen here"
+                    problems.append(f"{text}: it is another folder there")
         if len(facts) == len(self.links):
             problems += self._reach(facts, interface, token)
         if problems:
@@ -133,33 +156,31 @@ class HostGroup:
                 problems.append(str(error))
                 continue
             except (TypeError, KeyError, ValueError):
-                problems.append(
-                    f"{link.host}: its agent is of another version of this project; bring the same "
-                    "code"
-                )
+                text = f"{link.host}: its agent is of another version of this project"
+                problems.append(f"{text}; bring the same code")
                 continue
             clock_s = facts[link.host].clock_s
             # It was read between the question and the answer, which may be long after: starting
             # Python takes seconds.
-            clocks[link.host] = min(0.0, clock_s - asked_s[link.host]) + max(
-                0.0, clock_s - time.time()
-            )
+            behind_s = min(0.0, clock_s - asked_s[link.host])
+            ahead_s = max(0.0, clock_s - time.time())
+            clocks[link.host] = behind_s + ahead_s
         return facts, clocks, problems
 
     def _reach(
         self, facts: Mapping[str, HostFacts], interface: str | None, token: str
     ) -> list[str]:
         """Let all hosts try each other's addresses; keep each one's first that all others reach."""
-        candidates, problems = {}, []
+        candidates = {}
+        problems = []
         for link in self.links:
             found = facts[link.host].addresses
-            if interface is not None and interface not in found:
-                problems.append(
-                    f"{link.host}: it has no interface {interface}; it has "
-                    f"{', '.join(found) or 'none'}"
-                )
-            chosen = found if interface is None else {interface: found.get(interface, ())}
-            every = [address for group in chosen.values() for address in group]
+            if interface is not None:
+                if interface not in found:
+                    text = f"{link.host}: it has no interface {interface}"
+                    problems.append(f"{text}; it has {', '.join(found) or 'none'}")
+                found = {interface: found.get(interface, ())}
+            every = list(chain.from_iterable(found.values()))
             candidates[link.host] = sorted(every, key=partial(ne, link.host))  # its name first
         if problems:
             return problems
@@ -170,25 +191,17 @@ class HostGroup:
             self.interfaces = dict.fromkeys(candidates, "lo")
             return []
         for host, its in candidates.items():
-            others = [other for other in self.hosts if other != host]
-            common = [
-                address
-                for address in its
-                if all(address in reached[other].get(host, ()) for other in others)
-            ]
-            if common:
-                self.addresses[host] = common[0]
-                self.interfaces[host] = next(
-                    name for name, group in facts[host].addresses.items() if common[0] in group
-                )
+            reached_from = {other: reached[other].get(host, []) for other in self.hosts}
+            del reached_from[host]
+            address = _reached_by_all(its, reached_from.values())
+            if address is None:
+                problems.append(_not_reached(host, its, ports[host], reached_from))
                 continue
-            deaf = [other for other in others if not reached[other].get(host)]
-            problems.append(
-                f"{host} is not reached from {' and '.join(deaf or others)} at "
-                f"{', '.join(its) or 'any address'} (port {ports[host]}): open the TCP ports "
-                "between the hosts in their firewalls, or name the interface that connects them "
-                "(`interface` in the site file, or PIPELINE_INTERFACE)"
-            )
+            self.addresses[host] = address
+            for name, addresses in facts[host].addresses.items():
+                if address in addresses:
+                    self.interfaces[host] = name
+                    break
         return problems
 
     def _try_all(
@@ -200,9 +213,10 @@ class HostGroup:
         deadline_s = time.monotonic() + ANSWER_S
         ports = {link.host: int(link.answer("listen", deadline_s)) for link in self.links}
         for link in self.links:
-            targets = [
-                (host, its, ports[host]) for host, its in candidates.items() if host != link.host
-            ]
+            targets = []
+            for host, its in candidates.items():
+                if host != link.host:
+                    targets.append((host, its, ports[host]))
             link.send("reach", token=token, targets=targets, within_s=REACH_S)
         deadline_s = time.monotonic() + ANSWER_S + REACH_S
         reached = {link.host: dict(link.answer("reach", deadline_s)) for link in self.links}
@@ -227,34 +241,24 @@ class HostGroup:
             own = {"node_rank": rank, "interface": self.interfaces[link.host], "host": link.host}
             link.send("start", **order, **own)
         running = list(self.links)
-        first = Ended()
-        lost = dict[str, str]()
+        ended = Ended()
         began_s = time.monotonic()
         ending_s = None
         has_asked = False
         while running:
             for link in list(running):
-                try:
-                    code = self._poll(link, show)
-                except HostLost as error:
-                    lost[link.host] = error.reason
+                if self._has_ended(link, ended, show):
                     running.remove(link)
-                    continue
-                if code is not None:
-                    running.remove(link)
-                    if code and not first.exit_code:
-                        first = Ended(link.host, code)
             is_due = stop_in_s is not None and time.monotonic() - began_s > stop_in_s
             if not has_asked and (asked_to_stop.is_set() or is_due):
                 has_asked = True
-                for link in running:
-                    link.send("stop")
-            if ending_s is None and (lost or (first.exit_code and not has_asked)):
+                _send_all(running, "stop")
+            has_failed = bool(ended.exit_code) and not has_asked
+            if ending_s is None and (ended.lost or has_failed):
                 ending_s = time.monotonic() + LAST_WORDS_S
             if ending_s is not None and time.monotonic() > ending_s:
-                for link in running:
-                    link.send("end")
-                ending_s = float("inf")
+                _send_all(running, "end")
+                ending_s = math.inf
             # A signal that ends snakemake comes here too, perhaps a moment later.
             if asked_to_stop.is_set() or all_alive(owners):
                 owned_s = time.monotonic()
@@ -262,7 +266,19 @@ class HostGroup:
                 what = "the snakemake of this training has ended, and its ranks on all hosts too"
                 raise Interrupted(f"{what}; {CONTINUES}")
             time.sleep(LOOK_S)
-        return Ended(first.host, first.exit_code, lost)
+        return ended
+
+    def _has_ended(self, link: HostLink, ended: Ended, show: Show) -> bool:
+        """Return whether the host's ranks have ended or it is lost, and note in `ended` how."""
+        try:
+            code = self._poll(link, show)
+        except HostLost as error:
+            ended.lost[link.host] = error.reason
+            return True
+        if code and not ended.exit_code:
+            ended.host = link.host
+            ended.exit_code = code
+        return code is not None
 
     def _poll(self, link: HostLink, show: Show) -> int | None:
         """Hand on what the host's ranks print; return the launcher's exit code once it has ended.
@@ -279,9 +295,8 @@ class HostGroup:
                     raise HostLost(link.host, str(message["error"]))
         except ChannelClosed as error:
             raise HostLost(link.host, link.why_ended(str(error))) from error
-        if (silent_s := link.channel.silent_s) > self.timeout_s:
-            raise HostLost(
-                link.host,
-                f"it has not answered for {silent_s:.0f} s: look at its power and its network",
-            )
+        silent_s = link.channel.silent_s
+        if silent_s > self.timeout_s:
+            text = f"it has not answered for {silent_s:.0f} s: look at its power and its network"
+            raise HostLost(link.host, text)
         return None

@@ -159,11 +159,10 @@ def connect(host: str, setup: Sequence[str]) -> HostLink:
     `setup` are lines to run. Returns at once; a host that cannot be reached shows in the first
     answer. Neither gets the terminal's Ctrl-C. Raises ConfigError without ssh.
     """
-    command = (
-        [sys.executable, *AGENT]
-        if is_this_machine(host)
-        else [*_SSH, *_SSH_ALONE, "--", host, _remote(setup)]
-    )
+    if is_this_machine(host):
+        command = [sys.executable, *AGENT]
+    else:
+        command = [*_SSH, *_SSH_ALONE, "--", host, _remote(setup)]
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
@@ -187,9 +186,9 @@ def connect(host: str, setup: Sequence[str]) -> HostLink:
 
 def _remote(setup: Sequence[str]) -> str:
     """Return the command for the login shell of a host, of whatever kind that shell is."""
-    folder, python, code = (
-        shlex.quote(str(path)) for path in (Path.cwd(), sys.executable, PACKAGE.parent)
-    )
+    folder = shlex.quote(str(Path.cwd()))
+    python = shlex.quote(sys.executable)
+    code = shlex.quote(str(PACKAGE.parent))
     lines = [f"cd {folder} || exit {NO_FOLDER}", f"test -x {python} || exit {NO_PYTHON}", *setup]
     lines.append(f'PYTHONPATH={code}:"$PYTHONPATH" exec {python} {" ".join(AGENT)}')
     return f"exec {'bash' if setup else 'sh'} -c {shlex.quote(chr(10).join(lines))}"

@@ -43,11 +43,10 @@ def read_hosts(given: str | Sequence[str], source: str) -> tuple[Host, ...]:
         names = given.split(",") if isinstance(given, str) else given
         hosts = [Host(name.strip()) for name in names if name.strip()]
         problems = []
-    problems += [
-        f"{host.name!r} is no name or address of a host; user, port and key belong in ~/.ssh/config"
-        for host in hosts
-        if not _NAME.fullmatch(host.name)
-    ]
+    for host in hosts:
+        if not _NAME.fullmatch(host.name):
+            text = f"{host.name!r} is no name or address of a host"
+            problems.append(f"{text}; user, port and key belong in ~/.ssh/config")
     names = [host.name for host in hosts]
     problems += [
         f"{name} is listed more than once" for name in dict.fromkeys(names) if names.count(name) > 1

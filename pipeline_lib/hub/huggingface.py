@@ -40,21 +40,17 @@ from huggingface_hub.utils import build_hf_headers, parse_ratelimit_headers  # t
 from huggingface_hub.utils._runtime import is_xet_available
 
 from pipeline_lib.core.errors import HubError, HubOutOfReach, PipelineError
-from pipeline_lib.hub.repository import (
-    BUSY_STATUSES,
-    Arrived,
-    Busy,
+from pipeline_lib.hub.patience import BUSY_STATUSES, Busy, retry_after_s
+from pipeline_lib.hub.refusals import (
     Credentials,
-    RemoteFile,
-    Repository,
     answers_read,
     broken,
     not_set_up,
     plain,
     refuse_impossible_token,
     refused,
-    retry_after_s,
 )
+from pipeline_lib.hub.repository import Arrived, RemoteFile, Repository
 
 # The first matching type decides; without a token the hub answers 401 for a missing repository.
 _HINTS: dict[type[Exception], str] = {
@@ -72,8 +68,12 @@ class HuggingFace:
     """
 
     errors: tuple[type[Exception], ...] = (
-        *(httpx2.HTTPError, httpx2.InvalidURL, OSError),
-        *(EntryNotFoundError, RevisionResolutionError, XetDownloadError),
+        httpx2.HTTPError,
+        httpx2.InvalidURL,
+        OSError,
+        EntryNotFoundError,
+        RevisionResolutionError,
+        XetDownloadError,
     )
 
     def __init__(self) -> None:
@@ -134,16 +134,11 @@ class HuggingFace:
                 repository.name, repo_type=repository.kind, revision=commit, recursive=True
             )
             files = [entry for entry in entries if isinstance(entry, RepoFile)]
-        return [
-            _remote_file(
-                file.path,
-                file.size,
-                file.blob_id,
-                file.lfs.sha256 if file.lfs else None,
-                file.xet_hash,
-            )
-            for file in files
-        ]
+        found = []
+        for file in files:
+            sha256 = file.lfs.sha256 if file.lfs else None
+            found.append(_remote_file(file.path, file.size, file.blob_id, sha256, file.xet_hash))
+        return found
 
     def download(
         self, repository: Repository, commit: str, file: RemoteFile, work: Path, arrived: Arrived

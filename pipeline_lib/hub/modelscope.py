@@ -28,20 +28,16 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from pipeline_lib.core.errors import HubError, IntegrityError, PipelineError
 from pipeline_lib.core.files import sha256_file
-from pipeline_lib.hub.repository import (
-    BUSY_STATUSES,
-    Arrived,
-    Busy,
+from pipeline_lib.hub.patience import BUSY_STATUSES, Busy
+from pipeline_lib.hub.refusals import (
     Credentials,
-    RemoteFile,
-    Repository,
     answers_read,
     broken,
-    is_commit,
     plain,
     refuse_impossible_token,
     refused,
 )
+from pipeline_lib.hub.repository import Arrived, RemoteFile, Repository, is_commit
 
 logging.getLogger("modelscope_hub").setLevel(logging.ERROR)  # else it tells each retry
 

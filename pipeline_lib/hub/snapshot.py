@@ -25,19 +25,9 @@ from pipeline_lib.core.files import (
     write_json,
 )
 from pipeline_lib.core.store import NOTHING_VERIFIED, VerifiedFiles
-from pipeline_lib.hub.repository import (
-    Arrived,
-    HubClient,
-    RemoteFile,
-    Repository,
-    check_index,
-    check_names,
-    in_time,
-    is_commit,
-    patiently,
-)
-
-# Hub clients, and calls of them that end in a result or in one clear error.
+from pipeline_lib.hub.names import check_index, check_names
+from pipeline_lib.hub.patience import in_time, patiently
+from pipeline_lib.hub.repository import Arrived, HubClient, RemoteFile, Repository, is_commit
 
 Result = TypeVar("Result")
 Say = Callable[[str], None]
@@ -339,11 +329,10 @@ class Snapshot:
     def close(self) -> None:
         """Delete `work`, which is kept for resuming; fetched files stay where they were put."""
         there = {target: sha256 for target, sha256 in self._linked.items() if target.exists()}
-        marked = {
-            target: target.stat()
-            for target, sha256 in there.items()
-            if self._verified.is_marked(target, sha256)
-        }
+        marked = {}
+        for target, sha256 in there.items():
+            if self._verified.is_marked(target, sha256):
+                marked[target] = target.stat()
         shutil.rmtree(self._work, ignore_errors=True)
         for target, status in marked.items():  # with one link less, the file has another ctime
             self._verified.mark_own(target, self._linked[target], status)
@@ -398,11 +387,10 @@ def is_edited_by_nobody(file: Path, store: Path) -> bool:
 def _describe(path: Path, algorithm: str, arrived: Arrived) -> str:
     """Return the size and hash of the file at `path`, in the format of `_described`."""
     size = path.stat().st_size
-    digest = (
-        hashlib.sha256()
-        if algorithm == "sha256"
-        else hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
-    )
+    if algorithm == "sha256":
+        digest = hashlib.sha256()
+    else:
+        digest = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)

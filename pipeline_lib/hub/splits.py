@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.text import shortened
-from pipeline_lib.hub.repository import some_of
+from pipeline_lib.hub.names import some_of
 from pipeline_lib.hub.snapshot import Snapshot
 
 README = "README.md"

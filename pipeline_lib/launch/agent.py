@@ -62,9 +62,9 @@ class Agent:
         self._channel, self._environ, self._accepts = channel, environ, accepts
         self._exit_code: int | None = None
         self._timeout_s = first_s  # until the training says its own
-        self._asked_to_stop, self._is_abandoned, self._signalled = (
-            threading.Event() for _ in range(3)
-        )
+        self._asked_to_stop = threading.Event()
+        self._is_abandoned = threading.Event()
+        self._signalled = threading.Event()
         self._listener: AgentListener | None = None
         self._work: threading.Thread | None = None
 
@@ -143,14 +143,14 @@ class Agent:
                     order.program.mark,
                     self._is_abandoned.is_set,
                     give_up_s=0.0,
-                    output=self._tell,
+                    output=self._send_line,
                 )
         except (PipelineError, OSError) as error:
             self._channel.send({"error": str(error)})
             return
         self._channel.send({"ended": self._exit_code})
 
-    def _tell(self, line: str) -> None:
+    def _send_line(self, line: str) -> None:
         self._channel.send({"line": line})
 
     def _end(self) -> None:
@@ -222,11 +222,11 @@ def reach(targets: list[list[Any]], token: str, within_s: float) -> list[tuple[s
             if connection.recv(len(wanted), socket.MSG_WAITALL) == wanted:
                 reached[host].append(address)
 
-    tries = [
-        threading.Thread(target=try_one, args=(host, address, int(port)), daemon=True)
-        for host, addresses, port in targets
-        for address in addresses
-    ]
+    tries = []
+    for host, addresses, port in targets:
+        for address in addresses:
+            place = (host, address, int(port))
+            tries.append(threading.Thread(target=try_one, args=place, daemon=True))
     for thread in tries:
         thread.start()
     for thread in tries:
@@ -265,9 +265,7 @@ def serve_by_joining(
         if exit_code == 0 and not stays:
             say("the training is done")
             return
-        what = (
-            "the training has not begun"
-            if exit_code is None
-            else f"the ranks of this host ended with code {exit_code}"
-        )
+        what = "the training has not begun"
+        if exit_code is not None:
+            what = f"the ranks of this host ended with code {exit_code}"
         say(f"{what}; waiting for the first host to go on")

@@ -125,9 +125,8 @@ def _links_of(joined: Sequence[Joined]) -> Iterator[HostLink]:
     addresses = [one.address for one in joined]
     for one in joined:
         is_alone = addresses.count(one.address) == 1
-        yield HostLink(
-            one.address if is_alone else f"{one.address} (node {one.node_rank})", one.channel
-        )
+        name = one.address if is_alone else f"{one.address} (node {one.node_rank})"
+        yield HostLink(name, one.channel)
 
 
 @contextmanager

@@ -23,23 +23,20 @@ NODE_VARIABLE = "NODE_RANK"
 # What a launcher sets for each rank or node: left over from an outer one, it would be taken for
 # ours.
 PLACE_IN_WORLD = (
-    *(
-        "RANK",
-        "LOCAL_RANK",
-        "GROUP_RANK",
-        "ROLE_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_WORLD_SIZE",
-    ),
-    *(
-        "ROLE_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_USE_AGENT_STORE",
-    ),
-    *(NODE_VARIABLE, RENDEZVOUS_FILE),
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    NODE_VARIABLE,
+    RENDEZVOUS_FILE,
 )
 LOOPBACK = "127.0.0.1"
 HOST_VARIABLE = "PIPELINE_HOST"  # the name of this host in the user's list
@@ -74,11 +71,9 @@ def allocator_settings(environ: Mapping[str, str], is_gpu: bool) -> dict[str, st
     """
     wanted = ALLOCATOR
     if is_gpu:
-        wanted = (
-            {}
-            if "PYTORCH_CUDA_ALLOC_CONF" in environ
-            else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-        )
+        wanted = {}
+        if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
+            wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return {name: environ.get(name, value) for name, value in wanted.items()}
 
 
@@ -212,10 +207,11 @@ def rank_environments(
     world = str(nodes * ranks_per_node)
     on_node = str(ranks_per_node)
     common = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": on_node, "GROUP_RANK": str(node)}
-    return [
-        {**environ, **common, "RANK": str(node * ranks_per_node + local), "LOCAL_RANK": str(local)}
-        for local in range(ranks_per_node)
-    ]
+    of_ranks = []
+    for local in range(ranks_per_node):
+        own = {"RANK": str(node * ranks_per_node + local), "LOCAL_RANK": str(local)}
+        of_ranks.append({**environ, **common, **own})
+    return of_ranks
 
 
 def choose_interface(environ: MutableMapping[str, str], address: str) -> None:

@@ -67,11 +67,9 @@ class LostRank:
         """Return a clause like `rank 3 on n2 was last heard 12 s before the others, in step 41`."""
         if self.host is None:
             return f"rank {self.rank} was never heard: it did not start"
-        doing = (
-            f"in step {self.step}"
-            if self.doing == "training"
-            else f"{self.doing}, after step {self.step}"
-        )
+        doing = f"{self.doing}, after step {self.step}"
+        if self.doing == "training":
+            doing = f"in step {self.step}"
         if self.why == "behind":
             return f"rank {self.rank} on {self.host} was behind the others, {doing}"
         return (

@@ -132,11 +132,10 @@ def _ranks_waited_for(evidence: _Evidence) -> PipelineError | None:
     may_be_others = evidence.rank in evidence.reports or evidence.signal_number in ENDED_WITH_OTHERS
     if not may_be_others or not evidence.has_no_cause:
         return None
-    lost = [
-        one
-        for one in find_lost(evidence.signs, evidence.ranks)
-        if one.rank in evidence.without_report and one.rank != evidence.rank
-    ]
+    lost = []
+    for one in find_lost(evidence.signs, evidence.ranks):
+        if one.rank in evidence.without_report and one.rank != evidence.rank:
+            lost.append(one)
     if not lost:
         return None
     named = "; ".join(map(str, lost[:3]))
@@ -158,10 +157,10 @@ def _ranks_killed(evidence: _Evidence) -> PipelineError | None:
         return None
     suspects = evidence.without_report if evidence.rank is None else [evidence.rank]
     signs = evidence.signs
-    killed = [
-        signs[rank].lost("killed") if rank in signs else LostRank(rank, "killed")
-        for rank in suspects
-    ]
+    killed = []
+    for rank in suspects:
+        sign = signs.get(rank)
+        killed.append(sign.lost("killed") if sign else LostRank(rank, "killed"))
     # Where the rank is a guess, SIGTERM is not taken for the cause: launchers end the other ranks
     # by it.
     is_guess = evidence.rank is None and evidence.signal_number == signal.SIGTERM
@@ -212,11 +211,9 @@ def _killed(suspects: Sequence[LostRank], number: int | None, run_dir: Path) -> 
     who = f"rank {' or '.join(str(one.rank) for one in suspects)}"
     if hosts := sorted({one.host for one in suspects if one.host}):
         who += f" on {' or '.join(hosts[:4])}"
-    name = (
-        f"was killed by {signal.Signals(number).name}"
-        if number
-        else "ended without a word, as one that is killed"
-    )
+    name = "ended without a word, as one that is killed"
+    if number:
+        name = f"was killed by {signal.Signals(number).name}"
     hint = " (out of memory?)" if number in (None, signal.SIGKILL) else ""
     return RanksLost(f"{who} {name}{hint}; {how_to_continue(run_dir)}", suspects)
 

@@ -168,11 +168,8 @@ class HostOrder:
         # What joined hosts are sent can be read in the network, so nothing else of the site file
         # goes there.
         private = () if group is not None and group.has_joined else site.keys()
-        sent = {
-            name: value
-            for name, value in {**environ, **site}.items()
-            if is_sent(name) or name in private
-        }
+        known = {**environ, **site}
+        sent = {name: known[name] for name in known if is_sent(name) or name in private}
         return {
             "nodes": place.nodes,
             "ranks_per_node": place.ranks_per_node,
@@ -212,19 +209,18 @@ def _read_program(fields: Mapping[str, Any]) -> Program:
     raise PipelineError(f"the order to start ranks names the program {name!r}")
 
 
-# The command lines that start ranks on other nodes, or as tasks of SLURM.
-
 # Of an outer sbatch or srun, for tasks other than ours: srun takes some for options, which
 # contradict those given.
 OF_OTHER_TASKS = (
-    *("SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU"),
-    *(
-        "SLURM_CPUS_PER_GPU",
-        "SLURM_CPU_BIND",
-        "SLURM_CPU_BIND_LIST",
-        "SLURM_CPU_BIND_TYPE",
-        "SLURM_CPU_BIND_VERBOSE",
-    ),
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_TRES_PER_TASK",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_CPUS_PER_GPU",
+    "SLURM_CPU_BIND",
+    "SLURM_CPU_BIND_LIST",
+    "SLURM_CPU_BIND_TYPE",
+    "SLURM_CPU_BIND_VERBOSE",
 )
 
 
@@ -260,5 +256,6 @@ def srun_command(place: RankPlacement, environ: dict[str, str], program: list[st
     ]
     command += ["--nodelist", ",".join(place.allocation.hosts)]
     command += ["--kill-on-bad-exit=1", "--overlap", "--input", "none", "--export", "ALL"]
-    command += ["--gres", f"gpu:{place.ranks_per_node}"] if place.device == "cuda" else []
+    if place.device == "cuda":
+        command += ["--gres", f"gpu:{place.ranks_per_node}"]
     return [*command, sys.executable, "-m", *started, *program]

@@ -156,11 +156,9 @@ class LaunchedAttempt:
         if isinstance(error, RanksLost):
             for lost in error.lost:
                 events.emit(EventName.RANK_LOST, **asdict(lost))
-        name = (
-            EventName.RUN_INTERRUPTED
-            if error.exit_code == Interrupted.exit_code
-            else EventName.RUN_FAILED
-        )
+        name = EventName.RUN_FAILED
+        if error.exit_code == Interrupted.exit_code:
+            name = EventName.RUN_INTERRUPTED
         events.emit(name, reason=reason_of(error), exit_code=error.exit_code)
 
 
@@ -215,7 +213,7 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
                     shutil.rmtree(run_dir / left, ignore_errors=True)
                 resume_from = find_checkpoint(job, run_dir, plan.run_steps, attempt)
                 now = LaunchedAttempt(job, plan_dir, plan, place, run_dir, attempt, resume_from)
-                _tell(now)
+                _announce(now)
                 with trackers({"to": plan.tracking.to}, run_dir, plan_dir, job.say):
                     now.run(environ, held)
         shutil.copyfile(plan_dir / PLAN_NAME, job.out / PLAN_NAME)
@@ -289,11 +287,8 @@ def _allocated(
 
 def next_attempt(run_dir: Path) -> int:
     """Return the number of the attempt that begins now, from 1."""
-    launched = [
-        event
-        for event in read_events(run_dir / EVENTS_NAME)
-        if event.get("event") == EventName.RUN_LAUNCHED
-    ]
+    events = read_events(run_dir / EVENTS_NAME)
+    launched = [event for event in events if event.get("event") == EventName.RUN_LAUNCHED]
     return 1 + len(launched)
 
 
@@ -342,7 +337,7 @@ def runs_of_other_versions(job: Job, run_dir: Path) -> list[Path]:
     return found
 
 
-def _tell(attempt: LaunchedAttempt) -> None:
+def _announce(attempt: LaunchedAttempt) -> None:
     """Print how the attempt begins, and write its event."""
     plan = attempt.plan
     place = attempt.place

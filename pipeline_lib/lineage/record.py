@@ -17,8 +17,6 @@ from pipeline_lib.core.run_record import Attempt, RunRecord
 from pipeline_lib.core.stage import Say, Sealed
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Ref, Store, read_manifest
 
-# Links: what a result was made from, back to the sources, as the manifests record it.
-
 CODE = "code"  # the key of the git commit in `versions`
 
 

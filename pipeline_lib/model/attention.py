@@ -125,24 +125,31 @@ def cudnn_attention_backward(
     outputs = {"o": output.flatten(0, 1), "stats": sums, "do": gradient.contiguous().flatten(0, 1)}
     gradients = {f"d{name}": torch.empty_like(tensor) for name, tensor in inputs.items()}
     _run(_backward_graph(shape), ends, {**inputs, **outputs, **gradients})
-    of_query, of_key, of_value = (
-        tensor.view(query.shape[0], -1, *tensor.shape[1:]).transpose(1, 2)
-        for tensor in gradients.values()
+    batch = query.shape[0]
+    return (
+        _by_head(gradients["dq"], batch),
+        _by_head(gradients["dk"], batch),
+        _by_head(gradients["dv"], batch),
     )
-    return of_query, of_key, of_value
+
+
+def _by_head(tensor: Tensor, batch: int) -> Tensor:
+    """Return `tensor` [B * T, H, D] as [B, H, T, D]."""
+    _, heads, width = tensor.shape
+    return tensor.view(batch, -1, heads, width).transpose(1, 2)
 
 
 @cudnn_attention_backward.register_fake
 def _(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_query, of_key, of_value = (
-        tensor.new_empty(
-            (tensor.shape[0], tensor.shape[2], tensor.shape[1], tensor.shape[3])
-        ).transpose(1, 2)
-        for tensor in (query, key, value)
-    )
-    return of_query, of_key, of_value
+    return _empty_by_head(query), _empty_by_head(key), _empty_by_head(value)
+
+
+def _empty_by_head(tensor: Tensor) -> Tensor:
+    """Return a new [B, H, T, D] as `tensor`, in whose memory a token's heads are adjacent."""
+    batch, heads, length, width = tensor.shape
+    return tensor.new_empty((batch, length, heads, width)).transpose(1, 2)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -163,10 +170,10 @@ cudnn_attention.register_autograd(_backward, setup_context=_save)
 
 def _inputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
     """Return each [B, H, T, D] as contiguous [B * T, H, D]; cuDNN is wrong for other layouts."""
-    tensors = {"q": query, "k": key, "v": value}
-    return {
-        name: tensor.transpose(1, 2).contiguous().flatten(0, 1) for name, tensor in tensors.items()
-    }
+    inputs = {}
+    for name, tensor in (("q", query), ("k", key), ("v", value)):
+        inputs[name] = tensor.transpose(1, 2).contiguous().flatten(0, 1)
+    return inputs
 
 
 def _shape_of(query: Tensor, key: Tensor, ends: Tensor, longest: int, scaling: float) -> Shape:
@@ -204,11 +211,11 @@ class _Graph:
     def __init__(self, shape: Shape) -> None:
         import cudnn
 
-        self.cudnn, self.shape = cudnn, shape
+        self.cudnn = cudnn
+        self.shape = shape
+        is_bf16 = shape.dtype == torch.bfloat16
         self.graph = cudnn.pygraph(
-            io_data_type=cudnn.data_type.BFLOAT16
-            if shape.dtype == torch.bfloat16
-            else cudnn.data_type.HALF,
+            io_data_type=cudnn.data_type.BFLOAT16 if is_bf16 else cudnn.data_type.HALF,
             intermediate_data_type=cudnn.data_type.FLOAT,
             compute_data_type=cudnn.data_type.FLOAT,
             handle=_handle(shape.device),
@@ -216,13 +223,13 @@ class _Graph:
         elements = [[shape.heads * shape.width], [shape.kv_heads * shape.width], [shape.heads]]
         # Of a token's queries, keys and sums: [3, 1].
         self.elements = torch.tensor(elements, dtype=torch.int32, device=f"cuda:{shape.device}")
-        sizes = {name: shape.documents + 1 for name in _OFFSETS}
-        self.tensors: dict[str, Any] = {
-            name: self.graph.tensor(
+        sizes = {"lengths": shape.documents}
+        sizes |= dict.fromkeys(_OFFSETS, shape.documents + 1)
+        self.tensors: dict[str, Any] = {}
+        for name, size in sizes.items():
+            self.tensors[name] = self.graph.tensor(
                 name=name, dim=[size, 1, 1, 1], stride=[1, 1, 1, 1], data_type=cudnn.data_type.INT32
             )
-            for name, size in {"lengths": shape.documents, **sizes}.items()
-        }
         self.masks = {  # causal attention within documents
             "attn_scale": shape.scaling,
             "use_padding_mask": True,
@@ -527,24 +534,21 @@ def _one_by_one(
     """
     # the remaining kernels there need equally many key heads, or would materialize the scores
     if query.is_cuda:
-        key, value = (
-            tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-            for tensor in (key, value)
-        )
+        repeats = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(repeats, dim=1)
+        value = value.repeat_interleave(repeats, dim=1)
     lengths = [length for length in cu_seq_lens.diff().tolist() if length]
-    queries, keys, values = (
-        torch.split(tensor.transpose(0, 1), lengths, dim=1) for tensor in (query, key, value)
-    )
-    outputs = [
-        F.scaled_dot_product_attention(
-            one[None],
-            keys[number][None],
-            values[number][None],
+    documents = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)  # type: ignore[no-untyped-call]
+    outputs = []
+    for query_of, key_of, value_of in documents:
+        output = F.scaled_dot_product_attention(
+            query_of.transpose(0, 1)[None],
+            key_of.transpose(0, 1)[None],
+            value_of.transpose(0, 1)[None],
             dropout_p=dropout,
             is_causal=True,
             scale=scaling,
             enable_gqa=key.shape[1] != query.shape[1],
         )
-        for number, one in enumerate(queries)
-    ]
+        outputs.append(output)
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)

@@ -1,30 +1,22 @@
-"""Batches of packed blocks as tensors, their losses, prefetching, and the probe for exports."""
+"""Batches: packed blocks as tensors, and their losses.
 
-import time
+Documents do not attend to each other, and only supervised tokens are predicted.
+"""
+
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipeline_lib.arch.layers import PROBE_TOKENS
 from pipeline_lib.data import order
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader
 from pipeline_lib.data.documents import key_of
 from pipeline_lib.model.context import Part
 from pipeline_lib.model.dropout import Draws
-
-# From packed blocks to tensors and losses. Documents do not attend to each other, and only
-# supervised tokens are predicted.
 
 IGNORED = -100
 
@@ -101,12 +93,11 @@ def make_batch(blocks: Sequence[Block]) -> Batch:
 
 def read_batch(reader: BlockReader, block_ids: Sequence[int] | NDArray[np.int64]) -> Batch:
     """Read the blocks with these numbers; -1 is a block of padding, which keeps ranks in step."""
-    return make_batch(
-        [
-            reader[int(block)] if block != order.PADDING else empty_block(reader.block_tokens)
-            for block in block_ids
-        ]
-    )
+    blocks = []
+    for block in block_ids:
+        is_padding = block == order.PADDING
+        blocks.append(empty_block(reader.block_tokens) if is_padding else reader[int(block)])
+    return make_batch(blocks)
 
 
 def part_of(batch: Batch, part: Part | None) -> Batch:
@@ -131,7 +122,7 @@ def part_of(batch: Batch, part: Part | None) -> Batch:
 
 
 @dataclass(frozen=True)
-class Portion:
+class BatchShare:
     """What a rank computes of some blocks: those of its group, one of `groups`, and their `part`.
 
     Without `part`, a rank is a group of its own and has whole blocks.
@@ -244,118 +235,20 @@ def _losses(
 
 def _inputs(batch: Batch, hidden: Tensor | None) -> dict[str, Any]:
     """Return the arguments of transformers' forward; attention gets the document offsets."""
-    return {
-        **({"input_ids": batch.tokens} if hidden is None else {"inputs_embeds": hidden}),
+    inputs: dict[str, Any] = {
         "position_ids": batch.positions,
         "cu_seq_lens_q": batch.cu_seq_lens,
         "cu_seq_lens_k": batch.cu_seq_lens,
         "max_length_q": batch.max_length,
         "max_length_k": batch.max_length,
         "use_cache": False,
-        **({} if batch.part is None else {"part": batch.part}),
-        **({} if batch.draws is None else {"draws": batch.draws}),
     }
-
-
-# Prefetching: the next step's batches are read while the current step computes.
-
-Read = Callable[[int], list[Batch]]
-
-
-class Prefetcher(AbstractContextManager["Prefetcher"]):
-    """A reader that calls `read` one step ahead in a thread and measures the time spent waiting.
-
-    Steps may be taken in any order: a step that was not prefetched is read at once. For a GPU the
-    batches are in pinned memory, so that copies are asynchronous. `take` raises the errors of
-    `read`.
-    """
-
-    def __init__(self, read: Read, last_step: int, device: torch.device) -> None:
-        """Prefetch steps below `last_step` for `device`; the thread starts at the first `take`."""
-        self._read, self._last_step = read, last_step
-        self._is_pinned = device.type == "cuda"
-        # Pinned memory belongs to the GPU that its thread has selected, by default GPU 0.
-        select = partial(torch.cuda.set_device, device) if self._is_pinned else None
-        self._pool = ThreadPoolExecutor(1, "prefetch", initializer=select)
-        self._coming: dict[int, Future[list[Batch]]] = {}
-
-    def __exit__(self, *error: object) -> None:
-        """Stop the thread after the read in progress."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def take(self, step: int) -> tuple[list[Batch], float]:
-        """Return the micro-batches of global step `step`, from 0, and the seconds of waiting."""
-        start_s = time.monotonic()
-        if step not in self._coming:
-            self._coming = {step: self._pool.submit(self._read_step, step)}
-        batches = self._coming[step].result()
-        following = step + 1
-        self._coming = (
-            {following: self._pool.submit(self._read_step, following)}
-            if following < self._last_step
-            else {}
-        )
-        return batches, time.monotonic() - start_s
-
-    def _read_step(self, step: int) -> list[Batch]:
-        batches = self._read(step)
-        return [batch.pinned() for batch in batches] if self._is_pinned else batches
-
-
-# The probe: the trained model's logits on a fixed block, which the exported model has to reproduce.
-
-PROBE_NAME = "probe.safetensors"
-_POSITIONS = 32  # at most, spread evenly over the real tokens of the block
-
-
-@torch.no_grad()
-def probe_logits(
-    model: nn.Module, block: Block, device: torch.device, part: Part | None = None
-) -> Tensor:
-    """Return the logits [K, V] of `model` at the probe's positions of `block`, in fp32 on the CPU.
-
-    With `part`, the ranks of its group compute them together.
-    """
-    was_training = model.training
-    model.eval()
-    batch = make_batch([block])
-    positions = probe_positions(batch).to(device)
-    logits = logits_at(model, part_of(batch, part).to(device), positions)[0].float()
-    model.train(was_training)
-    return logits.cpu()
-
-
-def probe_block(block: Block, parts: int = 1) -> Block:
-    """Return the beginning of `block` that is the probe: up to PROBE_TOKENS tokens.
-
-    It has a few less for equal parts.
-    """
-    count = min(len(block.tokens), PROBE_TOKENS // parts * parts)
-    return Block(block.tokens[:count], block.supervised[:count], block.documents[:count])
-
-
-def probe_positions(batch: Batch) -> Tensor:
-    """Return the probe's positions [K] in a batch of one whole block."""
-    last = batch.real_tokens - 1
-    count = min(_POSITIONS, last + 1)
-    return torch.tensor([round(number * last / max(1, count - 1)) for number in range(count)])
-
-
-def save_probe(folder: Path, block: Block, logits: Tensor) -> None:
-    """Write the block and the trained model's logits to `folder`."""
-    tensors = {
-        "tokens": torch.from_numpy(block.tokens),
-        "supervised": torch.from_numpy(block.supervised),
-        "documents": torch.from_numpy(block.documents),
-        "logits": logits.contiguous(),
-    }
-    save_file(tensors, str(folder / PROBE_NAME))
-
-
-def load_probe(folder: Path) -> tuple[Block, Tensor]:
-    """Return the block and the logits [K, V] of the probe in `folder`."""
-    with safe_open(str(folder / PROBE_NAME), framework="pt") as file:
-        block = Block(
-            *(file.get_tensor(name).numpy() for name in ("tokens", "supervised", "documents"))
-        )
-        return block, file.get_tensor("logits")
+    if hidden is None:
+        inputs["input_ids"] = batch.tokens
+    else:
+        inputs["inputs_embeds"] = hidden
+    if batch.part is not None:
+        inputs["part"] = batch.part
+    if batch.draws is not None:
+        inputs["draws"] = batch.draws
+    return inputs

@@ -33,7 +33,7 @@ from pipeline_lib.model.experts import (
     GROUPED,
     has_router,
     keeping_router_logits,
-    tell_router_logits,
+    return_router_logits,
     with_router_logits,
 )
 from pipeline_lib.model.loss import return_losses
@@ -120,7 +120,7 @@ def prepare_layers(model: nn.Module, train: Train) -> None:
             use_fp8(layer)
         kind = _Kind.of_layer(layer, train)
         if kind.keeps_router_logits:
-            tell_router_logits(layer)
+            return_router_logits(layer)
         if kind not in prepared:
             prepared[kind] = _prepared(kind, train, host)
         if prepared[kind] is not kind.layer.forward:

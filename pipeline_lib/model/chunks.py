@@ -70,12 +70,10 @@ def in_chunks(
 def _trained(layer: Any) -> list[nn.Parameter]:
     """Return the parameters of the second half that get gradients."""
     modules = (layer.post_attention_layernorm, layer.mlp)
-    return [
-        parameter
-        for module in modules
-        for parameter in module.parameters()
-        if parameter.requires_grad
-    ]
+    trained = []
+    for module in modules:
+        trained += [one for one in module.parameters() if one.requires_grad]
+    return trained
 
 
 class _Kept(torch.autograd.Function):

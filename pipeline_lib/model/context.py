@@ -43,9 +43,7 @@ def _named(group: str) -> dist.ProcessGroup:
     return distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
 
 
-# The operator that exchanges is custom, so that compiled layers contain it as one opaque step.
-
-
+# custom, so that compiled layers contain it as one opaque step
 @torch.library.custom_op("qwen3_pipeline::exchange", mutates_args=())
 def exchange(parts: Tensor, group: str) -> Tensor:
     """Send `parts[i]` to rank i of the group; return what its ranks sent here, in order."""
@@ -81,9 +79,8 @@ def tokens_to_heads(
     """
     ranks, (batch, _, length, width) = part.count, query.shape
     if key.shape[1] < ranks:
-        key, value = (
-            tensor.repeat_interleave(ranks // tensor.shape[1], dim=1) for tensor in (key, value)
-        )
+        key = key.repeat_interleave(ranks // key.shape[1], dim=1)
+        value = value.repeat_interleave(ranks // value.shape[1], dim=1)
     # [P, B, T / P, heads of a rank, D]: then a rank receives the tokens of a block in order.
     parts = [
         tensor.transpose(1, 2).reshape(batch, length, ranks, -1, width).permute(2, 0, 1, 3, 4)

@@ -54,38 +54,40 @@ def packed_forward(
     heads equally.
     """
     if cu_seq_lens_q is None or cache_params is not None:
-        ends = {} if cu_seq_lens_q is None else {"cu_seq_lens_q": cu_seq_lens_q}
+        if cu_seq_lens_q is not None:
+            kwargs["cu_seq_lens_q"] = cu_seq_lens_q
         own: Callable[..., Tensor] = type(module).forward
         return own(
             module,
             hidden_states,
             cache_params=cache_params,
             attention_mask=attention_mask,
-            **ends,
             **kwargs,
         )
     sizes = [module.key_dim, module.key_dim, module.value_dim]
-    inputs = [*module.in_proj_qkv(hidden_states).split(sizes, -1)]
-    inputs += [module.in_proj_a(hidden_states), module.in_proj_b(hidden_states)]
-    weights = [*module.conv1d.weight[:, 0].split(sizes), module.A_log, module.dt_bias]
+    inputs = list(module.in_proj_qkv(hidden_states).split(sizes, -1))
+    inputs.append(module.in_proj_a(hidden_states))
+    inputs.append(module.in_proj_b(hidden_states))
+    weights = list(module.conv1d.weight[:, 0].split(sizes))
+    weights.append(module.A_log)
+    weights.append(module.dt_bias)
     if part is not None:
-        if (key_heads := module.key_dim // module.head_k_dim) % part.count:
-            text = (
-                f"{part.count} ranks cannot share {key_heads} key heads of Gated DeltaNet equally"
-            )
+        key_heads = module.key_dim // module.head_k_dim
+        if key_heads % part.count:
+            shared = f"{key_heads} key heads of Gated DeltaNet"
+            text = f"{part.count} ranks cannot share {shared} equally"
             raise TrainingError(f"train.context_ranks: {text}")
         inputs = tokens_to_channels(inputs, part)
         weights = [weight.chunk(part.count)[part.number] for weight in weights]
     batch, length = inputs[0].shape[:2]
-    *mixed, step, strength = (tensor.flatten(0, 1) for tensor in inputs)
-    *of_convolution, decay_log, bias = weights
+    query, key, value, step, strength = (tensor.flatten(0, 1) for tensor in inputs)
+    of_query, of_key, of_value, decay_log, bias = weights
     positions = positions_of(cu_seq_lens_q, batch * length)
     # Queries, keys and values are convolved by themselves: so they are contiguous, as the kernels
     # want, without copies.
-    query, key, value = (
-        convolved(channels, weight, positions, module.activation)
-        for channels, weight in zip(mixed, of_convolution, strict=True)
-    )
+    query = convolved(query, of_query, positions, module.activation)
+    key = convolved(key, of_key, positions, module.activation)
+    value = convolved(value, of_value, positions, module.activation)
     output, _ = delta_rule(
         query.view(batch * length, -1, module.head_k_dim),
         key.view(batch * length, -1, module.head_k_dim),
@@ -100,9 +102,6 @@ def packed_forward(
     gate = module.in_proj_z(hidden_states)
     output = module.norm(output.reshape(-1, module.head_v_dim), gate.reshape(-1, module.head_v_dim))
     return module.out_proj(output.view(*hidden_states.shape[:2], -1))  # type: ignore[no-any-return]
-
-
-# The convolution
 
 
 def positions_of(ends: Tensor, tokens: int) -> Tensor:
@@ -148,7 +147,8 @@ def delta_rule(
     """
     if has_kernel(value):
         return _kernels().forward(query, key, value, log_decay, beta, ends)  # type: ignore[no-any-return]
-    outputs = [_alone(*one) for one in _documents(ends, query, key, value, log_decay, beta)]
+    documents = _documents(ends, query, key, value, log_decay, beta)
+    outputs = [_alone(*document) for document in documents]
     return torch.cat(outputs), _inverses(value)
 
 
@@ -158,7 +158,8 @@ def _(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> tuple[Tenso
 
 
 def _inverses(value: Tensor) -> Tensor:
-    return value.new_empty((*value.shape[:2], DELTA_CHUNK if has_kernel(value) else 0))
+    tokens, heads = value.shape[:2]
+    return value.new_empty(tokens, heads, DELTA_CHUNK if has_kernel(value) else 0)
 
 
 @torch.library.custom_op("qwen3_pipeline::delta_rule_backward", mutates_args=())
@@ -180,9 +181,7 @@ def delta_rule_backward(
         for of_output, *inputs in _documents(ends, gradient, query, key, value, log_decay, beta):
             leaves = [tensor.detach().requires_grad_() for tensor in inputs]
             found.append(torch.autograd.grad(_alone(*leaves), leaves, of_output))
-    of_query, of_key, of_value, of_decay, of_beta = (
-        torch.cat(parts) for parts in zip(*found, strict=True)
-    )
+    of_query, of_key, of_value, of_decay, of_beta = map(torch.cat, zip(*found, strict=True))
     return of_query, of_key, of_value, of_decay, of_beta
 
 
@@ -237,11 +236,11 @@ def _documents(ends: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def _alone(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
     """Return the output [n, H, E] of one document, in transformers' arithmetic, which is fp32."""
     repeats = value.shape[1] // key.shape[1]
-    query, key = (tensor.repeat_interleave(repeats, dim=1) for tensor in (query, key))
-    tensors = (tensor[None] for tensor in (query, key, value, log_decay, beta))
-    output: Tensor = _reference()(*tensors, chunk_size=DELTA_CHUNK, use_qk_l2norm_in_kernel=True)[
-        0
-    ][0]
+    query = query.repeat_interleave(repeats, dim=1)
+    key = key.repeat_interleave(repeats, dim=1)
+    tensors = [tensor[None] for tensor in (query, key, value, log_decay, beta)]
+    outputs, _ = _reference()(*tensors, chunk_size=DELTA_CHUNK, use_qk_l2norm_in_kernel=True)
+    output: Tensor = outputs[0]
     return output
 
 

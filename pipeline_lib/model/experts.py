@@ -82,7 +82,7 @@ def has_router(layer: nn.Module) -> bool:
 def with_router_logits(plain: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Wrap `plain`, a layer's `forward`, to return also the router's logits [N, E] of all tokens.
 
-    `tell_router_logits` has to be called on each of these layers first. The hook with which
+    `return_router_logits` has to be called on each of these layers first. The hook with which
     transformers collects the logits is not used, since it causes graph breaks in compiled layers.
     """
     # without transformers' checkpointing wrapper, which checks the class of `self`
@@ -102,7 +102,7 @@ def with_router_logits(plain: Callable[..., Tensor]) -> Callable[..., tuple[Tens
     return forward
 
 
-def tell_router_logits(layer: nn.Module) -> None:
+def return_router_logits(layer: nn.Module) -> None:
     """Make the expert block of `layer` return (output, router logits), not the output alone."""
 
     def forward(block: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,11 +174,9 @@ def adapted_experts(
     """
     kind = hidden.device.type
     module: Any = experts
-    dtype = (
-        torch.get_autocast_dtype(kind)
-        if torch.is_autocast_enabled(kind)
-        else module.down_proj.dtype
-    )
+    dtype = module.down_proj.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
     order = chosen.flatten().argsort(stable=True)  # rows of one expert stand together
     counts = torch.zeros(module.num_experts, dtype=torch.int32, device=hidden.device)
     counts = counts.index_add(

@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 from torch.utils import deterministic
 
-# Which optional GPU features work here: Triton kernels and compiled layers.
-
 _COMPILERS = ("gcc", "clang", "cc")
 AMPERE = 8  # the compute capability's first number
 
@@ -62,9 +60,6 @@ def _generation(device: torch.device) -> int | None:
         if number < torch.cuda.device_count()
         else None
     )
-
-
-# Bitwise reproducible results, which a GPU's fastest algorithms do not give.
 
 
 def make_deterministic() -> None:

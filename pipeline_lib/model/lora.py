@@ -46,9 +46,10 @@ def fuse_adapters(model: nn.Module) -> None:
     Call this only if `has_fused_adapters` in arch/layers.py is true, which the memory and time
     estimates assume.
     """
-    nested = {
-        id(module.base_layer) for module in model.modules() if isinstance(module, ParamWrapper)
-    }
+    nested = set()  # ids of what a wrapper of peft's is around
+    for module in model.modules():
+        if isinstance(module, ParamWrapper):
+            nested.add(id(module.base_layer))
     for module in model.modules():
         if isinstance(module, LoraLinear):
             module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
@@ -70,9 +71,8 @@ def _forward_experts(outer: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
         return cast(Tensor, experts(hidden, chosen, weights))
     factors = {}
     for wrapper in wrappers:
-        a, b = expert_factors(
-            wrapper.lora_A[ADAPTER].weight, wrapper.lora_B[ADAPTER].weight, wrapper.r[ADAPTER]
-        )
+        of_peft = (wrapper.lora_A[ADAPTER].weight, wrapper.lora_B[ADAPTER].weight)
+        a, b = expert_factors(*of_peft, wrapper.r[ADAPTER])
         factors[wrapper.parameter_name] = a, b * wrapper.scaling[ADAPTER]
     return adapted_experts(experts, factors, hidden, chosen, weights)
 
@@ -328,32 +328,11 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
     fused matrices of the experts get adapters if they are named, and routers never do. Raises
     DataError naming the targets that the model does not have.
     """
-    head = base.get_output_embeddings()  # type: ignore[no-untyped-call]
-    experts = next(
-        (module for name, module in base.named_modules() if name.endswith(".experts")), None
-    )
-    matrices = [f"experts.{name}" for name, _ in experts.named_parameters()] if experts else []
-    linears = {
-        name.rpartition(".")[2]: None
-        for name, module in base.named_modules()
-        if isinstance(module, nn.Linear | Nf4Linear)
-        and module is not head
-        and not name.endswith(OF_HEADS)
-        and (not experts or ".mlp." not in name)
-    }
-    targets = linears if lora.targets == "all-linear" else lora.targets
-    if absent := [name for name in targets if name not in linears and name not in matrices]:
-        raise DataError(
-            f"train.lora.targets: this {base.config.model_type} model has no linear for adapters "
-            f"called {', '.join(absent)}; it has {', '.join(linears)}"
-            + (f", {', '.join(matrices)}. Its routers get none" if experts else "")
-        )
-    config = lora_config(lora, [name for name in targets if name in linears])
+    config = lora_config(lora, _targeted_linears(base, lora))
     config._register_custom_module({Nf4Linear: LoraLinear})
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Unsupported layer type")  # Nf4Linear
         torch.manual_seed(seed)
-        # then nothing is drawn
         model = get_peft_model(
             base,
             config,
@@ -365,11 +344,53 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
         setattr(base, DRAWING, drawing)
         for number, layer in enumerate(_adapted(model)):
             layer.lora_dropout[ADAPTER] = SeededDropout(lora.dropout, number, drawing)
-    for layer in _adapted(model) if lora.dora else ():
-        weight = layer.get_base_layer().weight
-        if not weight.is_meta:
-            layer.lora_magnitude_vector[ADAPTER].weight.data = row_norms(weight)
+    if lora.dora:
+        for layer in _adapted(model):
+            weight = layer.get_base_layer().weight
+            if not weight.is_meta:
+                layer.lora_magnitude_vector[ADAPTER].weight.data = row_norms(weight)
     return model
+
+
+def _targeted_linears(base: PreTrainedModel, lora: Lora) -> list[str]:
+    """Return the last words of the names of the linears that get adapters.
+
+    Raises DataError naming the targets that `base` has neither as linears nor as experts' matrices.
+    """
+    matrices = _matrices_of_experts(base)
+    linears = _linears(base, has_experts=bool(matrices))
+    targets = linears if lora.targets == "all-linear" else lora.targets
+    absent = [name for name in targets if name not in linears and name not in matrices]
+    if absent:
+        text = (
+            f"train.lora.targets: this {base.config.model_type} model has no linear for adapters "
+            f"called {', '.join(absent)}; it has {', '.join(linears)}"
+        )
+        if matrices:
+            text += f", {', '.join(matrices)}. Its routers get none"
+        raise DataError(text)
+    return [name for name in targets if name in linears]
+
+
+def _matrices_of_experts(base: PreTrainedModel) -> list[str]:
+    """Return the names of the fused matrices of a layer's experts; none without experts."""
+    for name, module in base.named_modules():
+        if name.endswith(".experts"):
+            return [f"experts.{matrix}" for matrix, _ in module.named_parameters()]
+    return []
+
+
+def _linears(base: PreTrainedModel, *, has_experts: bool) -> list[str]:
+    """Return the distinct last words of the names of the linears that may get adapters."""
+    head = base.get_output_embeddings()  # type: ignore[no-untyped-call]
+    found = []
+    for name, module in base.named_modules():
+        if not isinstance(module, nn.Linear | Nf4Linear) or module is head:
+            continue
+        is_of_experts = has_experts and ".mlp." in name
+        if not is_of_experts and not name.endswith(OF_HEADS):
+            found.append(name.rpartition(".")[2])
+    return list(dict.fromkeys(found))
 
 
 def draw_adapters(
@@ -426,6 +447,8 @@ def _adapted(model: nn.Module) -> list[Any]:
 
 def adapted_matrices(model: nn.Module) -> dict[int, str]:
     """Return the names of peft's expert wrappers by the id of the fused matrix each adapts."""
-    modules: list[tuple[str, Any]] = [*model.named_modules()]
-    wrappers = [(name, module) for name, module in modules if isinstance(module, ParamWrapper)]
-    return {id(module.get_param()): name for name, module in wrappers}  # type: ignore[no-untyped-call]
+    names = {}
+    for name, module in model.named_modules():
+        if isinstance(module, ParamWrapper):
+            names[id(module.get_param())] = name  # type: ignore[no-untyped-call]
+    return names

@@ -29,11 +29,9 @@ class LossHead(nn.Linear):
         self, hidden: Tensor, targets: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits [..., V] of `hidden` [..., H]; with `targets` [N], its `cross_entropy`."""
-        return (
-            super().forward(hidden)
-            if targets is None
-            else cross_entropy(hidden, self.weight, targets)
-        )
+        if targets is None:
+            return super().forward(hidden)
+        return cross_entropy(hidden, self.weight, targets)
 
 
 def return_losses(model: PreTrainedModel) -> None:
@@ -134,9 +132,8 @@ class _CrossEntropy(torch.autograd.Function):
         rows = hidden.to(dtype)
         head = weight.to(dtype)
         losses = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
-        wants_hidden, wants_weight = (
-            with_gradients and needed for needed in ctx.needs_input_grad[:2]
-        )
+        wants_hidden = with_gradients and ctx.needs_input_grad[0]
+        wants_weight = with_gradients and ctx.needs_input_grad[1]
         of_hidden = torch.empty_like(rows) if wants_hidden else None
         of_weight = torch.zeros_like(head, dtype=torch.float32) if wants_weight else None
         at_once = max(1, LOGITS_AT_ONCE // len(head))

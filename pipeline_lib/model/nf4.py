@@ -220,9 +220,6 @@ def rounded(weight: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return dequantized(codes, *quantize_absmax(absmax), dtype)
 
 
-# Replacing the linears of a model.
-
-
 def quantize_linears(layers: list[nn.Module]) -> None:
     """Replace all linears in the decoder `layers` by quantized ones, which still need values.
 

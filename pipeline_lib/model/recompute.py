@@ -36,9 +36,8 @@ class KeptResults:
         """Keep nothing yet."""
         self._call = call
         self._results: list[tuple[Any, ...]] = []
-        self._next: int | None = (
-            None  # the number of the next result to return; None while results are recorded
-        )
+        # the number of the next result to return; None while results are recorded
+        self._next: int | None = None
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the contexts of the forward pass and its repetition, as `checkpoint` takes."""
@@ -57,13 +56,17 @@ class KeptResults:
         """Compute and keep the results of an operator, or return them in the repetition."""
         if self._next is None:
             found = compute()
-            keep = (lambda tensor: tensor) if self._call is None else self._call.keep
-            self._results.append(tuple(keep(tensor.detach()) for tensor in found))
+            self._results.append(tuple(self._keep(tensor.detach()) for tensor in found))
             return found
-        get = (lambda kept: kept) if self._call is None else self._call.get
         results = self._results[self._next]
         self._next += 1
-        return tuple(get(kept).detach() for kept in results)
+        return tuple(self._get(kept).detach() for kept in results)
+
+    def _keep(self, tensor: Tensor) -> Any:
+        return tensor if self._call is None else self._call.keep(tensor)
+
+    def _get(self, kept: Any) -> Tensor:
+        return kept if self._call is None else self._call.get(kept)
 
 
 _KEPT_RESULTS: ContextVar[KeptResults | None] = ContextVar("kept results", default=None)
@@ -97,20 +100,21 @@ def fully_recomputed(
             return forward(layer, *args, **kwargs)
         call = None if host is None else host.call()
         longest = kwargs.get("max_length_q")
-        is_kept = (
-            isinstance(longest, int) and longest >= KEPT_FROM and _keeps_attention(layer, args)
-        )
-        options: dict[str, Any] = {"context_fn": KeptResults(call).contexts} if is_kept else {}
+        is_long = isinstance(longest, int) and longest >= KEPT_FROM
+        if is_long and _keeps_attention(layer, args):
+            kwargs["context_fn"] = KeptResults(call).contexts
+        to_host: AbstractContextManager[Any] = nullcontext()
+        if call is not None:
+            to_host = saved_tensors_hooks(call.keep, call.get)
         # `checkpoint` saves the tensors among `args` for the repetition, which is the layer's
         # input.
-        with nullcontext() if call is None else saved_tensors_hooks(call.keep, call.get):
+        with to_host:
             return checkpoint(
                 forward,
                 layer,
                 *args,
                 use_reentrant=False,
                 preserve_rng_state=has_random,
-                **options,
                 **kwargs,
             )
 
@@ -128,10 +132,11 @@ def _keeps_attention(layer: nn.Module, args: tuple[Any, ...]) -> bool:
         return False
     if any(isinstance(value, Tensor) and value.requires_grad for value in args):
         return True
-    projections: list[Any] = [
-        getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")
-    ]
-    return any(parameter.requires_grad for one in projections for parameter in one.parameters())
+    for name in ("q_proj", "k_proj", "v_proj"):
+        projection: Any = getattr(layer.self_attn, name)
+        if any(parameter.requires_grad for parameter in projection.parameters()):
+            return True
+    return False
 
 
 # Selective checkpointing. The choice of experts is recomputed, since transformers normalizes its
@@ -140,26 +145,24 @@ def _keeps_attention(layer: nn.Module, args: tuple[Any, ...]) -> bool:
 # Operators whose results it keeps: matmuls, attention, the delta rule and collectives.
 _KEPT = frozenset(
     {
-        *("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::_grouped_mm"),
-        *(
-            "aten::_scaled_dot_product_flash_attention",
-            "aten::_scaled_dot_product_flash_attention_for_cpu",
-        ),
-        *(
-            "aten::_scaled_dot_product_efficient_attention",
-            "aten::_scaled_dot_product_cudnn_attention",
-        ),
-        *(
-            "aten::_scaled_dot_product_fused_attention_overrideable",
-            "qwen3_pipeline::flash_attention",
-        ),
-        *(
-            "qwen3_pipeline::cudnn_attention",
-            "qwen3_pipeline::delta_rule",
-            "qwen3_pipeline::adapted",
-        ),
-        *("qwen3_pipeline::adapted_nf4", "qwen3_pipeline::frozen_nf4"),
-        *("transformers::grouped_mm_fallback", "_c10d_functional::reduce_scatter_tensor"),
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::linear",
+        "aten::_grouped_mm",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "qwen3_pipeline::flash_attention",
+        "qwen3_pipeline::cudnn_attention",
+        "qwen3_pipeline::delta_rule",
+        "qwen3_pipeline::adapted",
+        "qwen3_pipeline::adapted_nf4",
+        "qwen3_pipeline::frozen_nf4",
+        "transformers::grouped_mm_fallback",
+        "_c10d_functional::reduce_scatter_tensor",
     }
 )
 

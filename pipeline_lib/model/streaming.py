@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,10 @@ from pipeline_lib.config.rope import Rope
 from pipeline_lib.core.threads import READERS
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.model.attention import PACKED_FLASH
-from pipeline_lib.model.batch import (
-    Batch,
-    hidden_states,
-    logits_at,
-    make_batch,
-    probe_positions,
-    token_losses,
-)
+from pipeline_lib.model.batch import Batch, hidden_states, logits_at, make_batch, token_losses
 from pipeline_lib.model.build import decoder_layers, empty_base
 from pipeline_lib.model.kept import Kept
+from pipeline_lib.model.probe import probe_positions
 from pipeline_lib.model.weights import Stored, match_tensors
 
 # fills a tensor of a parameter's shape with the parameter's values
@@ -61,6 +54,16 @@ class _Slot:
     fill: Fill
 
 
+def _slots(part: nn.Module, fills: Mapping[int, Fill]) -> list[_Slot]:
+    """Return the slots of all parameters of `part`; `fills` are by the parameters' ids."""
+    slots = []
+    for module in part.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                slots.append(_Slot(module, name, parameter, fills[id(parameter)]))
+    return slots
+
+
 class Streamed:
     """A model on `device`, for evaluation, with one part in memory, or two if one is being read."""
 
@@ -76,7 +79,8 @@ class Streamed:
 
         `fills` has each parameter's values, by the parameter's id.
         """
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
+        self.device = device
         self._reads_ahead = reads_ahead
         self._model = model
         self._model.train(False)
@@ -84,23 +88,15 @@ class Streamed:
         self._norm: Any = self._base.norm
         self._layers = decoder_layers(self._model)
         for module in self._model.modules():  # rotary frequencies
-            module._buffers = {
-                name: None if it is None else it.to(device) for name, it in module._buffers.items()
-            }
-        embedding: Any = self._model.get_input_embeddings()
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+        self._embedding: Any = self._model.get_input_embeddings()
         head: Any = self._model.get_output_embeddings()
-        self._embedding = embedding
-        self._parts = [[embedding], *([layer] for layer in self._layers), [self._norm, head]]
-        self._slots = [
-            [
-                _Slot(module, name, parameter, fills[id(parameter)])
-                for root in part
-                for module in root.modules()
-                for name, parameter in module._parameters.items()
-                if parameter is not None
-            ]
-            for part in self._parts
-        ]
+        self._slots = [_slots(self._embedding, fills)]
+        for layer in self._layers:
+            self._slots.append(_slots(layer, fills))
+        self._slots.append(_slots(self._norm, fills) + _slots(head, fills))
 
     @property
     def hidden_size(self) -> int:
@@ -133,20 +129,20 @@ class Streamed:
         def finish(there: Batch, hidden: Tensor) -> Tensor:
             return logits_at(self._model, there, next(coming).to(self.device), hidden)[0].float()
 
-        return self._run(
-            batches, self.waiting_room(sum(batch.tokens.numel() for batch in batches)), finish
-        )
+        tokens = sum(batch.tokens.numel() for batch in batches)
+        return self._run(batches, self.waiting_room(tokens), finish)
 
     @torch.no_grad()
     def _run(
         self, batches: Sequence[Batch], waiting: Tensor, finish: Callable[[Batch, Tensor], Tensor]
     ) -> list[Tensor]:
         """Pass all batches through the model; `finish(batch, hidden)` computes the result."""
-        ends = list(accumulate((batch.tokens.numel() for batch in batches), initial=0))
-        places = [
-            waiting[start:end].view(*batch.tokens.shape, -1)
-            for batch, (start, end) in zip(batches, pairwise(ends), strict=True)
-        ]
+        places = []
+        start = 0
+        for batch in batches:
+            end = start + batch.tokens.numel()
+            places.append(waiting[start:end].view(*batch.tokens.shape, -1))
+            start = end
         if self.device.type == "cuda":
             batches = [batch.pinned() for batch in batches]
         results = []
@@ -165,10 +161,14 @@ class Streamed:
 
     def _loaded_parts(self) -> Iterator[int]:
         """Yield each part's number while its weights are loaded and the model is only that part."""
-        last = len(self._parts) - 1
-        select = partial(torch.cuda.set_device, self.device) if self.device.type == "cuda" else None
-        stream: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        readers = 1 if stream is None else READERS  # CPUs have a model to compute
+        last = len(self._slots) - 1
+        select = None
+        stream: Any = None
+        readers = 1  # CPUs have a model to compute
+        if self.device.type == "cuda":
+            select = partial(torch.cuda.set_device, self.device)
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            readers = READERS
         with ThreadPoolExecutor(readers, "weights", initializer=select) as pool:
 
             def begin(number: int) -> "list[Future[nn.Parameter]]":
@@ -181,9 +181,9 @@ class Streamed:
                 if number < last and self._reads_ahead:
                     coming = begin(number + 1)
                 # transformers' forward passes through these layers and this norm, and no others.
-                self._base.layers = nn.ModuleList(
-                    self._layers[number - 1 : number] if 0 < number < last else []
-                )
+                is_layer = 0 < number < last
+                layers = self._layers[number - 1 : number] if is_layer else []
+                self._base.layers = nn.ModuleList(layers)
                 self._base.norm = self._norm if number == last else nn.Identity()
                 for slot, value in zip(self._slots[number], values, strict=True):
                     slot.module._parameters[slot.name] = value
@@ -200,9 +200,9 @@ class Streamed:
 
     def _read(self, slot: _Slot, stream: Any) -> nn.Parameter:
         """Read a parameter to the device; on a GPU beside what it computes, in its own stream."""
-        beside: AbstractContextManager[Any] = (
-            nullcontext() if stream is None else torch.cuda.stream(stream)
-        )
+        beside: AbstractContextManager[Any] = nullcontext()
+        if stream is not None:
+            beside = torch.cuda.stream(stream)
         with torch.no_grad(), beside:
             values = torch.empty(slot.empty.shape, dtype=slot.empty.dtype, device=self.device)
             slot.fill(values)
@@ -231,5 +231,7 @@ class StreamedModel(Streamed):
         stored, sources = match_tensors(model, folder)
         if kept is not None:
             stored = kept.tensors(stored)
-        fills = {id(parameter): fill_from(first, stored) for parameter, _, (first, *_) in sources}
+        fills = {}
+        for parameter, _, copies in sources:  # a tied weight may be stored twice
+            fills[id(parameter)] = fill_from(copies[0], stored)
         super().__init__(model, fills, dtype, device)

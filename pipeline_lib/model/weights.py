@@ -235,9 +235,8 @@ def runs(shape: Sequence[int], box: Sequence[slice]) -> Iterator[tuple[int, int]
         yield 0, 1
         return
     row, (rows, *rest) = math.prod(shape[1:]), box
-    if all(
-        (each.start, each.stop) == (0, size) for each, size in zip(rest, shape[1:], strict=True)
-    ):
+    wholes = [slice(0, size) for size in shape[1:]]
+    if list(rest) == wholes:
         yield rows.start * row, (rows.stop - rows.start) * row
         return
     for number in range(rows.start, rows.stop):
@@ -276,11 +275,10 @@ def load_weights(model: nn.Module, folder: Path, device: torch.device, adapter_s
     plain = base_parameters(model)
     quantized = quantized_linears(model)
     of_plain = list(zip(plain, sources[: len(plain)], strict=True))
-    fills = [
-        partial(_fill, parameter, piece, stored[piece.name].copy_to)
-        for (parameter, _), (_, _, (first, *_)) in of_plain
-        for piece in first
-    ]
+    fills = []
+    for (parameter, _), (_, _, copies) in of_plain:
+        for piece in copies[0]:
+            fills.append(partial(_fill, parameter, piece, stored[piece.name].copy_to))
     call_all(fills, "weights")
     for (parameter, _), (_, _, (_, *others)) in of_plain:
         for piece in chain.from_iterable(others):
@@ -305,14 +303,13 @@ def match_tensors(
     unless the files hold exactly the tensors of the model.
     """
     stored = of_text(find_tensors(folder), folder)
-    sources = [
-        (parameter, names, copies_of(whole_shape(parameter), names, stored))
-        for parameter, names in base_parameters(model)
-    ]
-    sources += [
-        (linear.codes, [name], copies_of((linear.out_features, linear.in_features), [name], stored))
-        for linear, name in quantized_linears(model)
-    ]
+    sources = []
+    for parameter, names in base_parameters(model):
+        copies = copies_of(whole_shape(parameter), names, stored)
+        sources.append((parameter, names, copies))
+    for linear, name in quantized_linears(model):
+        shape = (linear.out_features, linear.in_features)
+        sources.append((linear.codes, [name], copies_of(shape, [name], stored)))
     refuse_misfit(folder, [copies for _, _, copies in sources], stored)
     return stored, sources
 

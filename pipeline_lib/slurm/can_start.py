@@ -24,13 +24,13 @@ _SRUN = "cluster.launcher: srun works only in a SLURM job"
 _WITHOUT_SRUN = "or set it to auto, which starts the ranks without srun where there is no job"
 # The key of the site file that sbatch complains about, by a word of its message.
 _BLAMED = (
-    *(
-        ("account", "account"),
-        ("qos", "qos"),
-        ("feature", "constraint"),
-        ("partition", "partition"),
-    ),
-    *(("reservation", "reservation"), ("node name", "exclude"), ("node list", "exclude")),
+    ("account", "account"),
+    ("qos", "qos"),
+    ("feature", "constraint"),
+    ("partition", "partition"),
+    ("reservation", "reservation"),
+    ("node name", "exclude"),
+    ("node list", "exclude"),
 )
 
 

@@ -16,6 +16,7 @@ _FORMAT = "%P|%a|%l|%D|%c|%m|%G"
 # Without --exact, unlike nodes share a line that has their minimum. Without --noconvert, 1024 nodes
 # are `1K`.
 _SINFO = ("sinfo", "--all", "--exact", "--noconvert", "--noheader", "--format", _FORMAT)
+_GPUS = re.compile(r"gpu(?::[^:,(]*[^\d:,(][^:,(]*)?:(\d+)")  # of one kind: `gpu:h200:8(S:0-1)`
 _CALL_S = 20.0
 
 
@@ -63,9 +64,7 @@ def parse_group(line: str) -> NodeGroup:
         nodes=_number(nodes),
         cpus=_number(cpus),
         memory_mb=_number(memory_mb),
-        gpus=sum(
-            int(found) for found in re.findall(r"gpu(?::[^:,(]*[^\d:,(][^:,(]*)?:(\d+)", gres)
-        ),
+        gpus=sum(map(int, _GPUS.findall(gres))),
     )
 
 
@@ -83,21 +82,22 @@ def groups_of(partition: str | None, groups: list[NodeGroup]) -> list[NodeGroup]
 
 def limit_of(groups: list[NodeGroup]) -> int | None:
     """Return the longest time limit of these nodes in minutes; None if one has no limit."""
-    limits = [group.limit_minutes for group in groups]
-    return (
-        None
-        if None in limits
-        else max((limit for limit in limits if limit is not None), default=None)
-    )
+    longest = None
+    for group in groups:
+        if group.limit_minutes is None:
+            return None
+        longest = max(longest or 0, group.limit_minutes)
+    return longest
 
 
 def fitted(request: JobRequest, groups: list[NodeGroup]) -> JobRequest:
     """Return `request` with time, memory and CPUs capped to `groups`, for generous defaults."""
     if not groups:
         return request
+    limit = limit_of(groups) or request.runtime_minutes
     return replace(
         request,
-        runtime_minutes=min(request.runtime_minutes, limit_of(groups) or request.runtime_minutes),
+        runtime_minutes=min(request.runtime_minutes, limit),
         memory_mb=min(request.memory_mb, max(group.memory_mb for group in groups)),
         cpus_per_task=min(request.cpus_per_task, max(group.cpus for group in groups)),
     )
@@ -111,50 +111,53 @@ def wrong_partitions(site: Site, groups: list[NodeGroup]) -> Iterator[str]:
             if wanted and wanted not in known:
                 near = get_close_matches(wanted, known, 1)
                 hint = f" (did you mean {near[0]}?)" if near else ""
-                yield (
-                    f"partition {wanted!r} does not exist{hint}; partitions: {', '.join(known)}; "
-                    f"set {where_set(key)}"
-                )
+                text = f"partition {wanted!r} does not exist{hint}; partitions: {', '.join(known)}"
+                yield f"{text}; set {where_set(key)}"
             elif wanted and not any(group.is_up for group in groups_of(wanted, groups)):
-                yield (
-                    f"partition {wanted!r} is down and takes no jobs; wait, or name another as "
-                    f"{where_set(key)}"
-                )
+                text = f"partition {wanted!r} is down and takes no jobs"
+                yield f"{text}; wait, or name another as {where_set(key)}"
 
 
 def too_much(request: JobRequest, site: Site, groups: list[NodeGroup]) -> Iterator[str]:
     """Yield a problem if the partition's nodes have too little, are too few, or lack the time."""
     own = groups_of(site.partition, groups)
     where = f"partition {site.partition or own[0].partition}"
-    cpus = request.tasks_per_node * request.cpus_per_task
-    if request.gpus_per_node > (most := max(group.gpus for group in own)):
-        wanted = count(request.gpus_per_node, "GPUs")
-        yield f"cluster.gpus_per_node: {wanted}, and the nodes of {where} have at most {most}"
-    elif cpus > (most := max(group.cpus for group in own)):
-        yield (
-            f"cluster.cpus_per_rank: {count(request.tasks_per_node, 'ranks')} x "
-            f"{request.cpus_per_task} need "
-            f"{count(cpus, 'CPUs')}, and the nodes of {where} have at most {most}"
-        )
-    elif request.memory_mb > (most := max(group.memory_mb for group in own)):
-        yield (
-            f"cluster.memory_gb: the job needs {request.memory_mb / 1000:.0f} GB of host memory on "
-            f"each node, and the nodes of {where} have at most {most / 1000:.0f} GB"
-        )
-    else:
-        large = [one for one in own if one.gpus >= request.gpus_per_node and one.cpus >= cpus]
-        nodes = sum(group.nodes for group in large if group.memory_mb >= request.memory_mb)
-        if nodes < request.nodes:
-            yield (
-                f"cluster.nodes: {count(request.nodes, 'nodes')} of this size, and {where} has "
-                f"{nodes}"
-            )
+    yield from _too_large(request, own, where)
     limit = limit_of(own)
     if limit is not None and request.runtime_minutes > limit:
+        minutes = f"{request.runtime_minutes} minutes"
+        yield f"cluster.runtime_minutes: {minutes}, and {where} allows {limit}"
+
+
+def _too_large(request: JobRequest, groups: list[NodeGroup], where: str) -> Iterator[str]:
+    """Yield what the nodes of `groups` have too little of, or that too few have enough."""
+    cpus = request.tasks_per_node * request.cpus_per_task
+    most_gpus = max(group.gpus for group in groups)
+    most_cpus = max(group.cpus for group in groups)
+    most_memory_mb = max(group.memory_mb for group in groups)
+    if request.gpus_per_node > most_gpus:
+        wanted = count(request.gpus_per_node, "GPUs")
+        yield f"cluster.gpus_per_node: {wanted}, and the nodes of {where} have at most {most_gpus}"
+        return
+    if cpus > most_cpus:
+        ranks = count(request.tasks_per_node, "ranks")
+        text = f"cluster.cpus_per_rank: {ranks} x {request.cpus_per_task} need"
+        yield f"{text} {count(cpus, 'CPUs')}, and the nodes of {where} have at most {most_cpus}"
+        return
+    if request.memory_mb > most_memory_mb:
         yield (
-            f"cluster.runtime_minutes: {request.runtime_minutes} minutes, and {where} allows "
-            f"{limit}"
+            f"cluster.memory_gb: the job needs {request.memory_mb / 1000:.0f} GB of host memory on "
+            f"each node, and the nodes of {where} have at most {most_memory_mb / 1000:.0f} GB"
         )
+        return
+    nodes = 0
+    for group in groups:
+        has_memory = group.memory_mb >= request.memory_mb
+        if has_memory and group.gpus >= request.gpus_per_node and group.cpus >= cpus:
+            nodes += group.nodes
+    if nodes < request.nodes:
+        wanted = count(request.nodes, "nodes")
+        yield f"cluster.nodes: {wanted} of this size, and {where} has {nodes}"
 
 
 def where_set(key: str) -> str:

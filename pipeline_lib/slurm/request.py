@@ -38,16 +38,14 @@ class JobRequest:
 EXTRA = "slurm_extra"
 _OUR_OPTIONS = ("--signal", "--open-mode")
 OF_STAGE = (
-    *(
-        "mem_mb",
-        "runtime",
-        "cpus_per_task",
-        "gres",
-        "slurm_account",
-        "slurm_partition",
-        "qos",
-        "constraint",
-    ),
+    "mem_mb",
+    "runtime",
+    "cpus_per_task",
+    "gres",
+    "slurm_account",
+    "slurm_partition",
+    "qos",
+    "constraint",
     "slurm_extra",
 )
 OF_TRAINING = (*OF_STAGE, "nodes", "mpi", "tasks_per_node", "tasks", "tasks_per_gpu")
@@ -63,17 +61,18 @@ def training_resources(
     steps only: the ranks, but not the Snakemake in the job. `given` are further options of the
     user.
     """
-    own = ("--open-mode=append", f"--signal=USR1@{request.warning_s}")
-    several_each = request.tasks_per_node > 1
-    several = request.tasks > 1
-    return {
-        **_job(request, site, True, (*given, *own)),
-        "nodes": request.nodes,
-        "mpi": "srun" if several else "",
-        "tasks_per_node": request.tasks_per_node if several_each else None,
-        "tasks": request.nodes if several and not several_each else None,
-        "tasks_per_gpu": 0 if request.gpus_per_node else None,
-    }
+    own = ["--open-mode=append", f"--signal=USR1@{request.warning_s}"]
+    resources = _job(request, site, True, [*given, *own])
+    resources["nodes"] = request.nodes
+    resources["mpi"] = "srun" if request.tasks > 1 else ""
+    resources["tasks_per_node"] = None
+    resources["tasks"] = None
+    if request.tasks_per_node > 1:
+        resources["tasks_per_node"] = request.tasks_per_node
+    elif request.tasks > 1:
+        resources["tasks"] = request.nodes
+    resources["tasks_per_gpu"] = 0 if request.gpus_per_node else None
+    return resources
 
 
 def stage_resources(request: JobRequest, site: Site, given: Sequence[str] = ()) -> dict[str, Any]:
@@ -86,11 +85,12 @@ def _job(
 ) -> dict[str, Any]:
     """Return a job's resources; options without a resource go into `slurm_extra`, ours last."""
     options = site.job_options(is_training)
-    named = [
-        f"--{name}={options[name]}"
-        for name in ("reservation", "exclude")
-        if options[name] is not None
-    ]
+    extra = []
+    for name in ("reservation", "exclude"):
+        if options[name] is not None:
+            extra.append(f"--{name}={options[name]}")
+    extra += site.further_options(is_training)
+    extra += further
     return {
         "mem_mb": request.memory_mb,
         "runtime": request.runtime_minutes,
@@ -100,7 +100,7 @@ def _job(
         "slurm_partition": options["partition"],
         "qos": options["qos"],
         "constraint": options["constraint"],
-        "slurm_extra": shlex.join([*named, *site.further_options(is_training), *further]) or None,
+        "slurm_extra": shlex.join(extra) or None,
     }
 
 
@@ -118,11 +118,10 @@ def given_options(resources: Mapping[str, Any], rule: str) -> tuple[str, ...]:
     try:
         options = tuple(shlex.split(given))
     except ValueError as error:
-        raise ConfigError(
-            f"{EXTRA} of {rule}", [f"{given}: {error}; write it as a shell would read it"]
-        ) from error
-    if ours := [option for option in options if option.partition("=")[0] in _OUR_OPTIONS]:
-        raise ConfigError(
-            f"{EXTRA} of {rule}", [f"{option}: {OF_THE_JOB}; leave it out" for option in ours]
-        )
+        problem = f"{given}: {error}; write it as a shell would read it"
+        raise ConfigError(f"{EXTRA} of {rule}", [problem]) from error
+    ours = [option for option in options if option.partition("=")[0] in _OUR_OPTIONS]
+    if ours:
+        problems = [f"{option}: {OF_THE_JOB}; leave it out" for option in ours]
+        raise ConfigError(f"{EXTRA} of {rule}", problems)
     return options

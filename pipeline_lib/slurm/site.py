@@ -187,7 +187,7 @@ class Site(Section):
 
     def further_options(self, is_training: bool) -> tuple[str, ...]:
         """Return the options of a job that have no key of their own."""
-        return (*self.sbatch, *(self.gpu_sbatch if is_training else self.cpu_sbatch))
+        return self.sbatch + (self.gpu_sbatch if is_training else self.cpu_sbatch)
 
     def gres(self, gpus: int) -> str | None:
         """Return what a job with `gpus` GPUs a node asks for (sbatch --gres); None without."""

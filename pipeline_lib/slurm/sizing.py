@@ -47,10 +47,8 @@ _UNKNOWN_MB = 64_000
 
 # Keys that sweeps vary and predictions ignore. Their defaults stand in, so a sweep's experiments
 # share one answer.
-_USUAL = {
-    key: getattr(Train(), key)
-    for key in ("lr", "seed", "weight_decay", "beta1", "beta2", "replica")
-}
+_NO_SIZES = ("lr", "seed", "weight_decay", "beta1", "beta2", "replica")
+_USUAL = {key: getattr(Train(), key) for key in _NO_SIZES}
 
 # Before the first step and after the last: loading, warming up, hashing, sealing.
 _AROUND_MINUTES = 15
@@ -200,11 +198,11 @@ def _bytes_in(sealed: Path, with_weights: bool) -> int:
     The result is cached, since Snakemake asks for each resource separately.
     """
     files = read_manifest(sealed).files
-    return sum(
-        entry.bytes
-        for name, entry in files.items()
-        if with_weights or not name.endswith(WEIGHTS_SUFFIXES)
-    )
+    total = 0
+    for name, entry in files.items():
+        if with_weights or not name.endswith(WEIGHTS_SUFFIXES):
+            total += entry.bytes
+    return total
 
 
 def stage_request(
@@ -254,11 +252,9 @@ def too_long_evaluation(
     if expected is None or limit is None or expected.value <= limit * _MINUTE_S:
         return
     where = count(run.gpus, "GPUs") if run.gpus else f"{run.cpus(most_cpus_of(nodes))} CPUs"
-    why = (
-        ", because two layers of the model do not fit one GPU"
-        if config.cluster.gpus_per_node and not run.gpus
-        else ""
-    )
+    why = ""
+    if config.cluster.gpus_per_node and not run.gpus:
+        why = ", because two layers of the model do not fit one GPU"
     problem = (
         f"takes about {brief(expected.value)} on {where}{why}, and jobs of partition "
         f"{partition or nodes[0].partition} may take {brief(limit * _MINUTE_S)}; hold out less "

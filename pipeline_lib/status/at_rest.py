@@ -19,7 +19,7 @@ from pipeline_lib.core.stage import done_lines
 from pipeline_lib.core.store import Ref
 from pipeline_lib.core.text import one_line, shortened
 from pipeline_lib.launch.rank_report import RankReport
-from pipeline_lib.slurm.job import PENDING, QueuedJob
+from pipeline_lib.slurm.queue import PENDING, QueuedJob
 from pipeline_lib.status.catalog import changed_at, json_object
 
 DONE = "done"
@@ -184,12 +184,12 @@ def _end_of_log(traces: Traces) -> AtRest | None:
         return AtRest(INTERRUPTED, message)
     if end.exit_code is None and traces.run is not None:
         for known in _ends_of(traces.run):
-            if known.reason and _tells(end.message, known.reason):
+            if known.reason and _contains(end.message, known.reason):
                 return AtRest(known.state, message)
     return AtRest(FAILED, message)
 
 
-def _tells(message: str, reason: str) -> bool:
+def _contains(message: str, reason: str) -> bool:
     """Return whether `message` contains `reason`, which may have been shortened."""
     return one_line(reason).removesuffix("...").rstrip() in one_line(message)
 

@@ -22,7 +22,7 @@ from pipeline_lib.config.stages import PRODUCTS
 from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.files import unreadable_named
 from pipeline_lib.core.store import Ref, Spec, Store
-from pipeline_lib.slurm.job import QueuedJob
+from pipeline_lib.slurm.queue import QueuedJob
 
 
 def json_object(path: Path) -> dict[str, Any]:
@@ -265,9 +265,8 @@ class Sweeps:
                 decision = read_decision(decision_path(self.catalog.store, digest))
                 for one in decision.competitors:
                     if not one.goes_on:
-                        found[str(one.training)] = (
-                            f"at step {decision.step} of its sweep: {one.why}"
-                        )
+                        why = f"at step {decision.step} of its sweep: {one.why}"
+                        found[str(one.training)] = why
                 if decision.next_step is None:
                     break
         return found
@@ -287,7 +286,8 @@ class Sweeps:
     def to_rungs(self) -> dict[str, list[str]]:
         """Digests of trainings to a rung with a log or a SLURM job, by the whole one's digest."""
         digests = {path.stem for path in (self.logs / RUNG_LOGS).glob("*.log")}
-        digests |= {digest for job in self.jobs for digest in _JOB_TO_RUNG.findall(job.comment)}
+        for job in self.jobs:
+            digests.update(_JOB_TO_RUNG.findall(job.comment))
         found: dict[str, list[str]] = {}
         for digest in sorted(digests):
             with suppress(IntegrityError, RecursionError):

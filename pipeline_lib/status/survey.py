@@ -14,7 +14,7 @@ from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.lock import holder
 from pipeline_lib.core.run_record import RunRecord, text_of
 from pipeline_lib.core.store import Ref, Spec, Store
-from pipeline_lib.slurm.job import QueuedJob, of_digest, queued_jobs
+from pipeline_lib.slurm.queue import QueuedJob, of_digest, queued_jobs
 from pipeline_lib.status.at_rest import (
     DONE,
     FAILED,
@@ -212,10 +212,15 @@ class _Reader:
         is_train = spec.stage == "train"
         lock_digest = run_digest(spec) if is_train else spec.digest
         owner = holder(self.store.lock_path(lock_digest))
-        run = RunRecord.read_ends(self.store.run_dir(lock_digest)) if is_train else None
         known_since = changed_at(self.store.spec_path(spec.digest))
-        to_rungs = self.sweeps.to_rungs.get(lock_digest, []) if is_train else []
-        jobs = None if self.jobs is None else of_digest(self.jobs, spec.digest, *to_rungs)
+        run = None
+        to_rungs: list[str] = []
+        if is_train:
+            run = RunRecord.read_ends(self.store.run_dir(lock_digest))
+            to_rungs = self.sweeps.to_rungs.get(lock_digest, [])
+        jobs = None
+        if self.jobs is not None:
+            jobs = of_digest(self.jobs, spec.digest, *to_rungs)
         traces = Traces(spec.stage, spec.digest, known_since, run, jobs, self.folder, to_rungs)
         rest = AtRest(RUNNING) if owner is not None else at_rest(traces)
         numbers = numbers_of(run, is_alive=owner is not None) if run else Numbers()

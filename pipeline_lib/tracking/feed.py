@@ -1,6 +1,6 @@
 """The launcher's side of tracking: start a run's trackers as processes; hand over the final report.
 
-A tracker that fails does not disturb training.
+Each tracker has a process of its own, so that its failure does not disturb training.
 """
 
 import importlib.util
@@ -24,8 +24,6 @@ from pipeline_lib.core.text import how_to_install, redact
 from pipeline_lib.records.plan import read_plan_of_training
 from pipeline_lib.tracking.settings import numbers_in
 from pipeline_lib.tracking.trackers import FinishedReport
-
-# Tracker processes: each tracker has its own, so that its failure does not disturb training.
 
 FOLDER = "tracking"
 FINISH_S = 20.0

@@ -24,8 +24,6 @@ from pipeline_lib.tracking.to_swanlab_and_wandb import SwanLab, WeightsAndBiases
 from pipeline_lib.tracking.to_tensorboard import TensorBoard
 from pipeline_lib.tracking.trackers import TrackedRun, Tracker
 
-# Following a JSON Lines file to which another process appends.
-
 POLL_S = 0.5
 
 

@@ -129,9 +129,10 @@ def publish_checkpoint(
     try:
         state_files = save_parts(staged, snapshot.parts, world, group)
         of_ranks = together(group, staged, write_own)
-        entries = {
-            name: FileEntry(**entry) for of_rank in of_ranks for name, entry in of_rank.items()
-        }
+        entries = {}
+        for of_rank in of_ranks:
+            for name, entry in of_rank.items():
+                entries[name] = FileEntry(**entry)
         together(group, staged, seal)
     except DiskFull as error:
         sizes = (
@@ -162,26 +163,27 @@ def refuse_foreign(checkpoint: Path, spec: Spec) -> None:
     def decisive(of: Spec) -> dict[str, Any]:
         """Return what determines the resulting weights, by a name that says where it is set."""
         named = {ROPE: f"model.{ROPE}", DEALING: "what the ranks are dealt"}
-        settings = {
-            named.get(key, f"train.{key}"): value
-            for key, value in of.settings.items()
-            if key != "until_step"
-        }
-        inputs = {f"the {name}": ref.digest for name, ref in of.inputs.items()}
-        return {**settings, **inputs, "the version of the training code": of.version}
+        values: dict[str, Any] = {"the version of the training code": of.version}
+        for key, value in of.settings.items():
+            if key != "until_step":
+                values[named.get(key, f"train.{key}")] = value
+        for name, ref in of.inputs.items():
+            values[f"the {name}"] = ref.digest
+        return values
 
     def value_in(values: Mapping[str, Any], key: str) -> str:
         return repr(values[key]) if key in values else "the default"
 
     theirs = decisive(Spec.from_json(read_manifest(checkpoint).spec, str(checkpoint)))
     ours = decisive(spec)
-    if differing := sorted(
-        key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)
-    ):
-        named = "; ".join(
-            f"{key} is {value_in(theirs, key)} there and {value_in(ours, key)} here"
-            for key in differing
-        )
+    differing = []
+    for key in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(key) != ours.get(key):
+            differing.append(
+                f"{key} is {value_in(theirs, key)} there and {value_in(ours, key)} here"
+            )
+    if differing:
+        named = "; ".join(differing)
         raise IntegrityError(
             f"{checkpoint}: left by a run that computes something else ({named}); take it away "
             f"from {checkpoint.parent} to begin anew, or give the config back what differs"
@@ -209,17 +211,15 @@ def read_own(checkpoint: Path, world: World) -> dict[str, Tensor]:
 
 def strategy_state(checkpoint: Path, world: World, strategy: str) -> dict[str, Tensor]:
     """Return this rank's own strategy state; from another strategy or world, the loss scale."""
-    own = read_own(checkpoint, world) if read_state(checkpoint)["strategy"] == strategy else {}
+    own: dict[str, Tensor] = {}
+    if read_state(checkpoint)["strategy"] == strategy:
+        own = read_own(checkpoint, world)
     if own:
-        return {
-            name.removeprefix(STRATEGY): tensor
-            for name, tensor in own.items()
-            if name.startswith(STRATEGY)
-        }
+        names = [name for name in own if name.startswith(STRATEGY)]
+        return {name.removeprefix(STRATEGY): own[name] for name in names}
     first = load_file(str(checkpoint / rank_name(0)))
-    return (
-        {LOSS_SCALE: first[f"{STRATEGY}{LOSS_SCALE}"]} if f"{STRATEGY}{LOSS_SCALE}" in first else {}
-    )
+    scale = first.get(f"{STRATEGY}{LOSS_SCALE}")
+    return {} if scale is None else {LOSS_SCALE: scale}
 
 
 def restore_random_state(checkpoint: Path, world: World) -> None:

@@ -1,19 +1,20 @@
-"""The DeepSpeed ZeRO strategy: its config, access to DeepSpeed's internals, the strategy itself.
+"""The DeepSpeed ZeRO strategy.
 
 Stage 1 shards the optimizer state over all ranks, stage 2 also the gradients, stage 3 also the
 weights.
+
+Forward and backward use weights in the precision of the computation; each rank has its part of the
+fp32 masters, on which the update is made. Gradients are accumulated in fp32, and reduced in that or
+in bf16 (`zero_config`). Stage 2 first divides them by the number of ranks in the precision of the
+computation, which is exact for a power of two.
 """
 
-import importlib
-import logging
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from copy import deepcopy
 from functools import partial
 from io import StringIO
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,229 +25,17 @@ from pipeline_lib.config.optimizers import OPTIMIZERS
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import Diverged, TrainingError
 from pipeline_lib.core.run_folder import WEIGHTS
-from pipeline_lib.core.text import how_to_install
 from pipeline_lib.model.build import DTYPES, prepare_layers
 from pipeline_lib.model.weights import FlatPart, gather, held_flat, scatter
-from pipeline_lib.plan.moments import ZERO_BUCKET
+from pipeline_lib.train.deepspeed_config import stage_of, zero_config
+from pipeline_lib.train.deepspeed_state import Sharded, import_deepspeed, own_flat_part, partition
 from pipeline_lib.train.dist import World
+from pipeline_lib.train.keepers import balanced, grouped, keepers_of
+from pipeline_lib.train.loss_scale import OVERFLOW
 from pipeline_lib.train.optimizer import make_optimizer, set_learning_rate, trainable
 from pipeline_lib.train.staging import Copy, new_copies
 from pipeline_lib.train.state import LOSS_SCALE, state_kinds
-from pipeline_lib.train.strategy import OVERFLOW, Strategy, balanced, grouped, keepers_of
-
-# DeepSpeed's config, derived from `Train`.
-
-
-def zero_config(
-    train: Train, world_size: int, accumulation: int, chosen: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return DeepSpeed's config: keys derived from `train`, overridden by the user's `chosen`.
-
-    Gradients are accumulated in fp32, and reduced in fp32 or, with `gradient_compression: bf16`, in
-    bf16. The optimizer is ours even where it is offloaded, so that nothing is compiled when
-    training starts.
-    """
-    stage = stage_of(train)
-    zero: dict[str, Any] = {
-        "stage": stage,
-        "overlap_comm": stage > 1,
-        "reduce_bucket_size": ZERO_BUCKET,
-        "allgather_bucket_size": ZERO_BUCKET,
-    }
-    if train.offload != "none":
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if train.offload == "optimizer+params":
-        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    ours: dict[str, Any] = {
-        "train_batch_size": train.micro_batch_blocks * accumulation * world_size,
-        "train_micro_batch_size_per_gpu": train.micro_batch_blocks,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": train.max_grad_norm,
-        "communication_data_type": "bf16" if train.gradient_compression == "bf16" else "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "bf16": {"enabled": train.precision == "bf16"},
-        "fp16": {"enabled": train.precision == "fp16"},
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": None,
-        "timers": {"throughput": {"enabled": False}},
-    }
-    return merged(ours, chosen)
-
-
-def stage_of(train: Train) -> int:
-    """Return the ZeRO stage: 1, 2 or 3."""
-    return int(train.strategy.removeprefix("zero"))
-
-
-def merged(ours: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `ours` overridden by `chosen`; nested objects are merged key by key."""
-    result = dict(ours)
-    for key, value in chosen.items():
-        before = result.get(key)
-        result[key] = (
-            merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
-        )
-    return result
-
-
-# Access to private attributes of DeepSpeed 0.19: where it keeps this rank's part of weights and
-# moments.
-#
-# All code that depends on DeepSpeed's internal names is here. There are three layouts: one
-# optimizer for stages 1 and 2, another for stage 1 in bf16, and that of stage 3.
-
-
-def import_deepspeed(device: torch.device) -> ModuleType:
-    """Import DeepSpeed, log only its errors, and set it up for `device` and the process group.
-
-    Raises TrainingError if it is not installed.
-    """
-    before = logging.root.manager.disable
-    # DeepSpeed logs some during its import, before its log level can be set
-    logging.disable(logging.WARNING)
-    try:
-        deepspeed = importlib.import_module("deepspeed")
-        accelerators = importlib.import_module("deepspeed.accelerator")
-        if device.type == "cpu" and accelerators.get_accelerator().device_name() != "cpu":
-            cpu = importlib.import_module("deepspeed.accelerator.cpu_accelerator")
-            accelerators.set_accelerator(cpu.CPU_Accelerator())
-    except ImportError as error:
-        raise TrainingError(
-            f"train.strategy: zero1, zero2 and zero3 need DeepSpeed ({error}); install the extra "
-            f"`deepspeed`, {how_to_install('deepspeed')}, or set strategy: fsdp"
-        ) from error
-    finally:
-        logging.disable(before)
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # DeepSpeed calls some
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    # DeepSpeed would compile this exchange through shared memory at once, and use it in inference
-    # only.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(verbose=False)  # uses the existing process group
-    return deepspeed
-
-
-def _partition(
-    deepspeed: ModuleType, model: nn.Module, config: dict[str, Any], device: torch.device
-) -> None:
-    """Allocate this rank's part of each parameter of the meta `model`; set no values.
-
-    Parameters keep their identity, so one that two modules share stays shared.
-    """
-    init = deepspeed.zero.Init(config_dict_or_path=config)
-    # Otherwise every matrix product would keep its gathered weight for the backward pass.
-    if init.mem_efficient_linear:
-        init._enable_mem_efficient_linear()
-    for parameter in list(model.parameters()):
-        whole = nn.Parameter(
-            torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
-        )
-        torch.utils.swap_tensors(parameter, whole)  # type: ignore[no-untyped-call]
-        held: Any = parameter
-        init._convert_to_deepspeed_param(held)
-        held.partition()
-
-
-def _own_part(values: Tensor, partitioned: Any) -> FlatPart:
-    """Return `values` as this rank's part of the parameter `partitioned`, without its padding."""
-    shape = tuple(partitioned.ds_shape)
-    start = min(partitioned.ds_zero_partition_rank * values.numel(), math.prod(shape))
-    return FlatPart(values.view(-1)[: math.prod(shape) - start], start, shape)
-
-
-class Sharded:
-    """A uniform view of DeepSpeed's optimizer of any stage: own parts and the gradient norm."""
-
-    def __init__(
-        self, engine: Any, client: torch.optim.Optimizer, moments: tuple[str, ...]
-    ) -> None:
-        """Create zero `moments` for this rank's parts of what `client`, the wrapped one, updates."""
-        self._optimizer = engine.optimizer
-        self._is_partitioned = engine.zero_optimization_partition_weights()
-        self._client = client
-        for flat in self._flats():
-            client.state[flat] = {
-                "step": torch.zeros((), dtype=torch.float32, device=flat.device),
-                **{moment: torch.zeros_like(flat.detach()) for moment in moments},
-            }
-        if not self._is_partitioned:
-            self._optimizer._lazy_init_hp_params_optimizer_state()
-
-    def _flats(self) -> list[Tensor]:
-        """Return what the client's optimizer updates: flat fp32 masters of a few parameters."""
-        if self._is_partitioned:
-            return list(self._optimizer.fp32_partitioned_groups_flat)
-        return [flat for group in self._client.param_groups for flat in group["params"]]
-
-    def part(self, parameter: nn.Parameter, kind: str) -> FlatPart:
-        """Return this rank's part of the master weight or a moment, in fp32, sharing its memory."""
-        key = None if kind == WEIGHTS else kind
-        held: Any = parameter
-        if self._is_partitioned:
-            values, _ = self._optimizer._get_fp32_opt_state_partition(
-                held, False, optim_state_key=key
-            )
-            return _own_part(values.detach(), held)
-        mapping = held._hp_mapping
-        if mapping is None:
-            return FlatPart(torch.empty(0), 0, tuple(parameter.shape))
-        start = mapping.lp_fragment_address.start
-        return FlatPart(mapping.get_hp_fragment(key).detach(), start, tuple(parameter.shape))
-
-    @torch.no_grad()
-    def take_masters(self, updates: int) -> None:
-        """Set the step count to `updates`, and refresh the forward weights from the masters."""
-        for flat in self._flats():
-            self._client.state[flat]["step"].fill_(float(updates))
-        if not self._is_partitioned:
-            self._optimizer.update_lp_params()
-            return
-        for number in range(len(self._optimizer.fp16_groups)):
-            self._optimizer._reassign_or_swap_out_partitioned_parameters(number)
-        self._optimizer._partition_all_parameters()
-        if kept_whole := self._optimizer.persistent_parameters:
-            kept_whole[0].all_gather(kept_whole)
-
-    def grad_norm(self) -> float:
-        """Return the averaged gradients' L2 norm, unscaled; infinity if one is not finite."""
-        utils = importlib.import_module("deepspeed.runtime.utils")
-        optimizer = self._optimizer
-        if self._is_partitioned:
-            norm = utils.combine_grad_norm_groups(optimizer._get_norm_groups())
-        elif hasattr(optimizer, "scaled_global_norm"):
-            norm = optimizer.scaled_global_norm()
-        else:
-            norm = utils.get_global_norm_of_tensors(optimizer.get_grads_for_norm()[0])
-        if utils.is_invalid_grad_norm(norm):
-            return math.inf
-        return float(norm) / float(getattr(optimizer, "loss_scale", 1.0))
-
-    def forget_gradients(self) -> None:
-        """Drop what is left of the step's gradients.
-
-        Where the optimizer is offloaded and they were not finite, DeepSpeed keeps them and would
-        add to them.
-        """
-        if not self._is_partitioned and hasattr(self._optimizer, "averaged_gradients"):
-            for number in self._optimizer.averaged_gradients:
-                self._optimizer.averaged_gradients[number] = None
-
-    @property
-    def loss_scaler(self) -> Any | None:
-        """DeepSpeed's dynamic loss scaler, which exists in fp16 only; else None."""
-        scaler = getattr(self._optimizer, "loss_scaler", None)
-        return scaler if scaler is not None and scaler.dynamic else None
-
-
-# The strategy.
-#
-# Forward and backward use weights in the precision of the computation; each rank has its part of
-# the fp32 masters, on which the update is made. Gradients are accumulated in fp32, and reduced in
-# that or in bf16 (`zero_config`). Stage 2 first divides them by the number of ranks in the
-# precision of the computation, which is exact for a power of two.
+from pipeline_lib.train.strategy import Strategy
 
 READ_AT_ONCE_BYTES = 2 * 10**9  # read from a checkpoint at a time, on each rank's host
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -287,11 +76,9 @@ class Zero(Strategy):
         if stage_of(self.train) == 3:
             # while parameters have their shapes
             self.optimizer = make_optimizer(trainable(model), self.train)
-            _partition(deepspeed, model, self.config, self.world.device)
+            partition(deepspeed, model, self.config, self.world.device)
             partitioned: list[Any] = list(model.parameters())
-            with held_flat(
-                {parameter: _own_part(parameter.ds_tensor, parameter) for parameter in partitioned}
-            ):
+            with held_flat({one: own_flat_part(one.ds_tensor, one) for one in partitioned}):
                 load(model)
         else:
             load(model)
@@ -391,11 +178,11 @@ class Zero(Strategy):
 
     def _parts(self, kinds: Collection[str] | None = None) -> dict[str, FlatPart]:
         """Return this rank's part of every tensor of the state, in the same order on all ranks."""
-        return {
-            f"{kind}.{name}": self._sharded.part(parameter, kind)
-            for kind in (state_kinds(self.train) if kinds is None else kinds)
-            for name, parameter in self.parameters.items()
-        }
+        parts = {}
+        for kind in state_kinds(self.train) if kinds is None else kinds:
+            for name, parameter in self.parameters.items():
+                parts[f"{kind}.{name}"] = self._sharded.part(parameter, kind)
+        return parts
 
     def state_sizes(self, kinds: Collection[str] | None = None) -> dict[str, int]:
         """Return the elements of each whole tensor of a checkpoint."""
@@ -423,11 +210,8 @@ class Zero(Strategy):
         sizes = _sizes_of(parts)
         for names in grouped(sizes, READ_AT_ONCE_BYTES * self.world.size // 4):  # bytes in fp32
             owners = balanced({name: sizes[name] for name in names}, self.world.size)
-            mine = {
-                name: torch.empty(parts[name].shape)
-                for name in names
-                if owners[name] == self.world.rank
-            }
+            own = [name for name in names if owners[name] == self.world.rank]
+            mine = {name: torch.empty(parts[name].shape) for name in own}
             read(mine)
             for name in names:
                 scatter(parts[name], mine.pop(name, None), self.world.device, owners[name])

@@ -29,33 +29,26 @@ LOADING, LEAVING = "loading", "leaving the result"
 # own. Sources: gloo/transport/tcp with the text of a socket's errno, gloo/rendezvous, and
 # c10d/{ProcessGroupGloo,Work}.cpp.
 GLOO_LOST_PEER = (
-    *(
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "Connection timed out",
-    ),
-    *(
-        "Timed out waiting",
-        "Application timeout caused pair closure",
-        "Connect timeout",
-        "Wait timeout",
-    ),
-    *(
-        "timed out connecting",
-        "Gloo connectFullMesh failed",
-        "monitoredBarrier",
-        "Operation timed out!",
-    ),
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection timed out",
+    "Timed out waiting",
+    "Application timeout caused pair closure",
+    "Connect timeout",
+    "Wait timeout",
+    "timed out connecting",
+    "Gloo connectFullMesh failed",
+    "monitoredBarrier",
+    "Operation timed out!",
 )
 # From c10d/{ProcessGroupNCCL,NCCLUtils}.cpp, in a DistBackendError.
 NCCL_LOST_PEER = (
-    *(
-        "collective operation timeout",
-        "timed out in blocking wait",
-        "NCCL communicator was aborted",
-    ),
-    *("ncclRemoteError", "remote process exited"),
+    "collective operation timeout",
+    "timed out in blocking wait",
+    "NCCL communicator was aborted",
+    "ncclRemoteError",
+    "remote process exited",
 )
 NO_PEERS_FAULT = (
     "gai error: -2",
@@ -83,9 +76,9 @@ class World:
         Raises TrainingError without them.
         """
         try:
-            rank, local_rank, size = (
-                int(environ[key]) for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-            )
+            rank = int(environ["RANK"])
+            local_rank = int(environ["LOCAL_RANK"])
+            size = int(environ["WORLD_SIZE"])
         except KeyError as error:
             raise TrainingError(
                 f"{error} is not set: a rank is started by `python -m pipeline_lib train`"

@@ -29,7 +29,7 @@ from pipeline_lib.core.run_folder import (
 from pipeline_lib.data import order
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.documents import key_of
-from pipeline_lib.model.batch import Batch, Portion
+from pipeline_lib.model.batch import Batch, BatchShare
 from pipeline_lib.records.record import to_json
 from pipeline_lib.records.training import Step
 from pipeline_lib.train import checkpoint, saved_tensors, state
@@ -44,8 +44,6 @@ from pipeline_lib.train.state import state_kinds
 from pipeline_lib.train.step import Stepper, StepResult
 from pipeline_lib.train.together import together
 from pipeline_lib.train.validation import Sampler, Validations, held_out_loss
-
-# The learning rate: a pure function of the step.
 
 
 def learning_rate(train: Train, step: int, steps: int) -> float:
@@ -75,8 +73,6 @@ def learning_rate(train: Train, step: int, steps: int) -> float:
     return train.lr * (train.min_lr_fraction + (1 - train.min_lr_fraction) * remaining)
 
 
-# The loop itself.
-
 LISTED_BLOCKS = 16  # per step, in a message; the events name all
 LISTED_TENSORS = 3
 
@@ -89,13 +85,13 @@ class Batches:
     seed: int
     batch_blocks: int
     micro_batch_blocks: int
-    portion: Portion
+    share: BatchShare
 
     def of_step(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of global step `step`, from 0."""
         blocks = self.blocks_of_step(step)
         key = key_of(self.seed, step)
-        return list(self.portion.batches(self.reader, blocks, self.micro_batch_blocks, key))
+        return list(self.share.batches(self.reader, blocks, self.micro_batch_blocks, key))
 
     def blocks_of_step(self, step: int) -> NDArray[np.int64]:
         """Return the numbers of the blocks of the whole global step `step`, from 0."""
@@ -194,7 +190,7 @@ class Loop:
                 self.sampler.answer(self.stepper.wrapped, self.stepper.strategy, step, self.events)
             if result.save_failed:
                 self.saver.wait()
-            self.saver.tell()
+            self.saver.emit_completed()
             if self.must_save(result):
                 self.save()
             if result.stop_agreed and self.saved_step == step and not self.is_done:
@@ -332,7 +328,7 @@ class Loop:
             strategy,
             self.held_out,
             micro_batch_blocks,
-            self.batches.portion,
+            self.batches.share,
             self.stepper.world.device,
         )
         return loss if math.isfinite(loss) else math.nan

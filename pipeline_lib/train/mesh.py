@@ -8,7 +8,7 @@ copy. Each rank of a block has its own shard, so `shard` counts them too.
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline_lib.config.train import Train
-from pipeline_lib.model.batch import Portion
+from pipeline_lib.model.batch import BatchShare
 from pipeline_lib.model.context import Part
 from pipeline_lib.train.dist import World
 
@@ -24,16 +24,16 @@ def state_mesh(world: World, train: Train) -> DeviceMesh:
     return _mesh(world, replicate=world.size // shard, shard=shard)
 
 
-def portion_of(world: World, train: Train) -> Portion:
+def batch_share_of(world: World, train: Train) -> BatchShare:
     """Return what this rank computes of a step's blocks. All ranks of `world` have to call it."""
     parts = train.ranks_per_block
     groups = world.size // parts
     if parts == 1:
-        return Portion(world.rank, groups)
+        return BatchShare(world.rank, groups)
     mesh = _mesh(world, block=groups, context=parts)
     number = mesh.get_local_rank("context")
     process_group = mesh.get_group("context")
-    return Portion(
+    return BatchShare(
         mesh.get_local_rank("block"), groups, Part(number, parts, process_group.group_name)
     )
 

@@ -23,8 +23,6 @@ from pipeline_lib.core.store import FileEntry, describe_file, read_manifest
 from pipeline_lib.core.units import gib
 from pipeline_lib.train.guards import UNDONE
 
-# Live progress: a line every few seconds, and rows appended to metrics.jsonl.
-
 EVERY_S = 5.0
 _NOTABLE_WAIT = 0.02  # of the step's time
 _RECENT_STEPS = 20

@@ -13,6 +13,8 @@ from pipeline_lib.core.run_folder import WEIGHTS
 from pipeline_lib.model.build import prepare_layers
 from pipeline_lib.train.adamw_8bit import is_8bit, take_values, values_of
 from pipeline_lib.train.dist import World
+from pipeline_lib.train.keepers import grouped, holders_of, share_of
+from pipeline_lib.train.loss_scale import LossScale
 from pipeline_lib.train.optimizer import (
     make_optimizer,
     set_learning_rate,
@@ -22,7 +24,7 @@ from pipeline_lib.train.optimizer import (
 )
 from pipeline_lib.train.staging import Copy, new_copies
 from pipeline_lib.train.state import LOSS_SCALE, state_kinds
-from pipeline_lib.train.strategy import LossScale, Strategy, grouped, holders_of, share_of
+from pipeline_lib.train.strategy import Strategy
 
 VALUES_AT_ONCE_BYTES = 2 * 10**9  # fp32 values of a state with 8-bit moments, on each rank's device
 
@@ -55,7 +57,9 @@ class Native(Strategy):
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of the loss, multiplied by the fp16 loss scale if there is one."""
-        (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()  # type: ignore[no-untyped-call]
+        if self.loss_scale is not None:
+            loss = loss * self.loss_scale.value
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def grad_norm(self) -> Tensor:
         """Return the L2 norm over all trained parameters; it is not finite if fp16 overflowed."""
@@ -133,9 +137,9 @@ class Native(Strategy):
     ) -> dict[str, Tensor]:
         """Copy this rank's share to host memory; 8-bit moments are dequantized one at a time."""
         stored = self._stored()
-        mine = share_of(
-            stored if names is None else {name: stored[name] for name in names}, self.world
-        )
+        if names is not None:
+            stored = {name: stored[name] for name in names}
+        mine = share_of(stored, self.world)
         return copied(
             (name, values_of(tensor) if is_8bit(tensor) else tensor)
             for name, tensor in mine.items()

@@ -33,9 +33,9 @@ from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.units import count, size
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.launch.ranks import StopRequest
-from pipeline_lib.model import batch
 from pipeline_lib.model.build import build_trainable, decoder_layers
 from pipeline_lib.model.gpu import make_deterministic, why_not_compiled
+from pipeline_lib.model.probe import probe_block, probe_logits, save_probe
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.records.record import to_json
@@ -45,7 +45,7 @@ from pipeline_lib.train.deepspeed import Zero
 from pipeline_lib.train.dist import LEAVING, Timeouts, World, process_group, sum_over_ranks
 from pipeline_lib.train.loop import Batches, Loop, listed
 from pipeline_lib.train.measure import Meter, instruments
-from pipeline_lib.train.mesh import portion_of
+from pipeline_lib.train.mesh import batch_share_of
 from pipeline_lib.train.metrics import (
     ROWS_FOLDER,
     MetricsRows,
@@ -56,7 +56,7 @@ from pipeline_lib.train.metrics import (
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.out_of_memory import MemoryWatch
 from pipeline_lib.train.saver import Saver
-from pipeline_lib.train.saving_pace import tell_of_slow_saves
+from pipeline_lib.train.saving_pace import warn_of_slow_saves
 from pipeline_lib.train.staging import HostBuffers
 from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.strategies import make_strategy
@@ -129,8 +129,8 @@ def train_rank(
     watch = MemoryWatch(world, geometry, train, reader.block_tokens, batch_blocks)
     timeouts = Timeouts(train.start_timeout_s, train.timeout_s)
     with process_group(world, train.start_timeout_s), watch.explained(), StopRequest() as stop:
-        portion = portion_of(world, train)
-        batches = Batches(reader, train.seed, batch_blocks, train.micro_batch_blocks, portion)
+        share = batch_share_of(world, train)
+        batches = Batches(reader, train.seed, batch_blocks, train.micro_batch_blocks, share)
         total_steps = batches.total_steps(train)
         last_step = min(train.until_step or total_steps, total_steps)
         if world.is_first:
@@ -153,7 +153,7 @@ def train_rank(
         stepper = Stepper(wrapped, strategy, world, stop)
         sampler = None
         if train.sample_every_steps:
-            sampler = Sampler.of(held_out, folder, portion, world, job.run_dir)
+            sampler = Sampler.of(held_out, folder, share, world, job.run_dir)
         placed = _placement(train, world, environ)
         events.emit(EventName.RUN_START, **placed, last_step=last_step, **sizes)
         # over gloo: NCCL's first exchange has no timeout
@@ -193,7 +193,7 @@ def _observers_of_first(
     """Return what only the first rank does with events: it shows and keeps them."""
     return (
         print_progress(say, last_step),
-        tell_of_slow_saves(say, train, batches.epoch_steps),
+        warn_of_slow_saves(say, train, batches.epoch_steps),
         append_metrics(job.run_dir / METRICS_NAME),
     )
 
@@ -290,12 +290,12 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
             "such values are refused, too"
         )
     probed = loop.held_out if len(loop.held_out) else loop.batches.reader
-    block = batch.probe_block(probed[0], loop.train.ranks_per_block)
+    block = probe_block(probed[0], loop.train.ranks_per_block)
     with strategy.autocast():
-        logits = batch.probe_logits(wrapped, block, world.device, loop.batches.portion.part)
+        logits = probe_logits(wrapped, block, world.device, loop.batches.share.part)
     if not world.is_first:
         return
-    batch.save_probe(job.out, block, logits)
+    save_probe(job.out, block, logits)
     rows = loop.rows.all()
     write_jsonl(job.out / METRICS_NAME, rows)
     leave_samples(job.run_dir, job.out, loop.step)

@@ -29,34 +29,33 @@ def refuse_differing_replicas(
     let_go(wrapped)  # what a validation left gathered is a bf16 copy of the shards
     if world.size == 1:
         return
-    parameters = {
-        name: parameter.detach()
-        for name, parameter in wrapped.named_parameters()
-        if with_frozen or parameter.requires_grad
-    }
+    parameters = {}
+    for name, parameter in wrapped.named_parameters():
+        if with_frozen or parameter.requires_grad:
+            parameters[name] = parameter.detach()
+    sharded = {name: each for name, each in parameters.items() if isinstance(each, DTensor)}
     replicas = [list(range(world.size))]  # groups of ranks that hold the same
-    meshes = [
-        parameter.device_mesh for parameter in parameters.values() if isinstance(parameter, DTensor)
-    ]
-    if meshes:
-        if meshes[0].ndim == 1:  # each rank has a part of its own
+    if sharded:
+        mesh = next(iter(sharded.values())).device_mesh
+        if mesh.ndim == 1:  # each rank has a part of its own
             return
-        parameters = {
-            name: each.to_local() for name, each in parameters.items() if isinstance(each, DTensor)
-        }
-        replicas = meshes[0].mesh.T.tolist()
+        parameters = {name: each.to_local() for name, each in sharded.items()}
+        replicas = mesh.mesh.T.tolist()
     mine = torch.stack([sum_of_bits(each) for each in parameters.values()]).cpu()
     of_ranks = [torch.empty_like(mine) for _ in range(world.size)]
     dist.all_gather(of_ranks, mine, group=group)
     table = torch.stack(of_ranks)  # [ranks, tensors]
     for ranks in replicas:
-        for column in (table[ranks] != table[ranks[0]]).any(dim=0).nonzero().flatten().tolist()[:1]:
-            name = list(parameters)[column].removeprefix("module.")
-            raise TrainingError(
-                f"{name} is not the same on "
-                f"{_named(ranks)}{_who_differs(table[:, column], ranks)}. Nothing was saved; a GPU "
-                "or its memory may be faulty. Run again, elsewhere, from the last checkpoint"
-            )
+        is_different = (table[ranks] != table[ranks[0]]).any(dim=0)  # [tensors]
+        if not is_different.any():
+            continue
+        column = int(is_different.nonzero()[0])
+        name = list(parameters)[column].removeprefix("module.")
+        who = _named(ranks) + _who_differs(table[:, column], ranks)
+        raise TrainingError(
+            f"{name} is not the same on {who}. Nothing was saved; a GPU or its memory may be "
+            "faulty. Run again, elsewhere, from the last checkpoint"
+        )
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
@@ -72,7 +71,9 @@ def _who_differs(sums: Tensor, ranks: Sequence[int]) -> str:
     """Return which of `ranks` have a sum unlike most; nothing if half do: either may be wrong."""
     common, holders = Counter(sums[list(ranks)].tolist()).most_common(1)[0]
     odd = [rank for rank in ranks if sums[rank] != common]
-    return f": it differs on {_named(odd)}" if holders > len(odd) else ""
+    if holders <= len(odd):
+        return ""
+    return f": it differs on {_named(odd)}"
 
 
 def _named(numbers: Sequence[int]) -> str:

@@ -26,7 +26,8 @@ from pipeline_lib.train.shard_files import FILES_AT_ONCE, Chunk, holds_a_part, s
 from pipeline_lib.train.state import of_kind
 from pipeline_lib.train.together import together
 
-_SHARDING_INFO, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # torch's names
+_SHARDING_INFO = "DCP_SHARDING_INFO"  # torch's names
+_OFFSETS = "saved_offsets"
 TENSORS = "tensors"
 
 
@@ -44,7 +45,8 @@ def save_tensors(
     Returns the files that this rank wrote, by name. All ranks of `group` (default: all) call it,
     and all raise alike: DiskFull, or SaveFailed for another failure.
     """
-    shard = shards_before + 1 + (dist.get_rank(group) if dist.is_initialized() else 0)
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    shard = shards_before + 1 + rank
     chunks = {name: Chunk.of(tensor) for name, tensor in tensors.items() if holds_a_part(tensor)}
     data = split({name: chunk.data for name, chunk in chunks.items()})
     written: dict[str, FileEntry] = {}
@@ -84,9 +86,9 @@ def save_parts(
     shards_before = 0
     while (part := next(rest, None)) is not None:
         weights = of_kind(part, WEIGHTS)
-        others = {
-            name: tensor for name, tensor in part.items() if not name.startswith(f"{WEIGHTS}.")
-        }
+        others = dict(part)
+        for name in weights:
+            del others[f"{WEIGHTS}.{name}"]
         del part
         of_weights = save_tensors(folder / WEIGHTS, weights, group, shards_before)
         of_others = save_tensors(folder / TENSORS, others, group, shards_before)
@@ -143,20 +145,20 @@ def find_saved(folder: Path) -> dict[str, SavedTensor]:
     parts: dict[str, list[tuple[Piece, Stored]]] = {}
     try:
         with files.unreadable_named(folder):
-            for path in sorted(path for path in folder.iterdir() if path.suffix == ".safetensors"):
+            paths = [path for path in folder.iterdir() if path.suffix == ".safetensors"]
+            for path in sorted(paths):
                 with safe_open(str(path), framework="pt") as file:
                     info = (file.metadata() or {}).get(_SHARDING_INFO)
                 places = json.loads(info) if info else {}
                 for header in read_headers(path):
-                    offsets = (
-                        tuple(places[header.name][_OFFSETS]) if info else (0,) * len(header.shape)
-                    )
+                    offsets = (0,) * len(header.shape)  # a whole tensor
+                    if info:
+                        offsets = tuple(places[header.name][_OFFSETS])
                     piece = Piece(header.name, offsets, header.shape)
                     parts.setdefault(header.name, []).append((piece, Stored(**vars(header))))
     except (OSError, ValueError, LookupError, DataError, SafetensorError) as error:
-        raise IntegrityError(
-            f"{folder}: damaged ({error}); delete it and run snakemake again"
-        ) from error
+        text = f"{folder}: damaged ({error}); delete it and run snakemake again"
+        raise IntegrityError(text) from error
     return {name: SavedTensor(tuple(of_one)) for name, of_one in parts.items()}
 
 
@@ -166,11 +168,11 @@ def find_state(checkpoint: Path) -> dict[str, SavedTensor]:
     That had the weights in `tensors/` too. Raises IntegrityError if it cannot be read.
     """
     found: dict[str, SavedTensor] = {}
-    for place, prefix in ((TENSORS, ""), (WEIGHTS, f"{WEIGHTS}.")):
-        if (checkpoint / place).exists():
-            found |= {
-                f"{prefix}{name}": saved for name, saved in find_saved(checkpoint / place).items()
-            }
+    if (checkpoint / TENSORS).exists():
+        found |= find_saved(checkpoint / TENSORS)
+    if (checkpoint / WEIGHTS).exists():
+        weights = find_saved(checkpoint / WEIGHTS)
+        found |= {f"{WEIGHTS}.{name}": saved for name, saved in weights.items()}
     return found
 
 
@@ -181,15 +183,13 @@ def fill_saved(
 
     Raises IntegrityError naming a missing tensor, or one of another shape.
     """
+    wrong = f"{folder}: does not hold the tensors that this run needs"
     for name, tensor in tensors.items():
         if name not in saved:
-            raise IntegrityError(
-                f"{folder}: does not hold the tensors that this run needs: it lacks {name}"
-            )
+            raise IntegrityError(f"{wrong}: it lacks {name}")
         if saved[name].shape != tuple(tensor.shape):
-            raise IntegrityError(
-                f"{folder}: does not hold the tensors that this run needs: it has {name} as "
-                f"{list(saved[name].shape)} instead of {list(tensor.shape)}"
-            )
+            shape = list(saved[name].shape)
+            text = f"it has {name} as {shape} instead of {list(tensor.shape)}"
+            raise IntegrityError(f"{wrong}: {text}")
         own = Chunk.of(tensor)
         saved[name].fill(own.data, own.offsets)

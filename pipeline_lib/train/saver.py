@@ -27,8 +27,9 @@ from pipeline_lib.plan.memory import COPIED_AT_ONCE_BYTES
 from pipeline_lib.plan.saving import auto_apart_s
 from pipeline_lib.train.checkpoint import StateSnapshot, publish_checkpoint
 from pipeline_lib.train.dist import PATIENT, World
+from pipeline_lib.train.keepers import grouped
 from pipeline_lib.train.staging import HostBuffers, Named, new_copies
-from pipeline_lib.train.strategy import Strategy, grouped
+from pipeline_lib.train.strategy import Strategy
 from pipeline_lib.train.together import together
 
 
@@ -141,7 +142,7 @@ class Saver:
         else:  # its parts are made by collectives of the training, whose thread is this one
             saved = self._publish(snapshot, best_step, waited_s, trusted_step)
             saved["wait_s"] += saved["duration_s"]
-            self._tell_of(saved)
+            self._emit_saved(saved)
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is complete, and emit its event.
@@ -151,9 +152,9 @@ class Saver:
         if self._flight is not None:
             flight = self._flight
             self._flight = None
-            self._tell_of(flight.result())
+            self._emit_saved(flight.result())
 
-    def _tell_of(self, saved: dict[str, Any]) -> None:
+    def _emit_saved(self, saved: dict[str, Any]) -> None:
         self._took_s = saved["duration_s"]
         self.events.emit(EventName.CHECKPOINT_SAVED, **saved)
 
@@ -164,7 +165,7 @@ class Saver:
             return False
         return time.monotonic() - self._counted_from_s >= auto_apart_s(self.train, self._took_s)
 
-    def tell(self) -> None:
+    def emit_completed(self) -> None:
         """Emit the event of a checkpoint completed meanwhile; the thread never emits events.
 
         Call it between steps. The first call, when the training has its memory, also starts to

@@ -1,4 +1,4 @@
-"""Whether the disk takes checkpoints as often as asked for; told once, at the first failure."""
+"""Whether the disk takes checkpoints as often as asked for; said once, at the first failure."""
 
 import statistics
 from collections import deque
@@ -13,23 +13,23 @@ _RECENT_STEPS = 20
 _LEAST_STEPS = 3  # the first ones take longer
 
 
-def tell_of_slow_saves(say: Say, train: Train, epoch_steps: int) -> Observer:
-    """Return an observer that tells once if `train` waits for checkpoints, and how not to.
+def warn_of_slow_saves(say: Say, train: Train, epoch_steps: int) -> Observer:
+    """Return an observer that warns once if `train` waits for checkpoints, and how not to.
 
     An epoch has `epoch_steps`.
     """
     steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
-    has_told = False
+    has_warned = False
 
     def observe(name: str, fields: dict[str, Any]) -> None:
-        nonlocal has_told
+        nonlocal has_warned
         if name == EventName.STEP_END:
             steps_s.append(fields["step_s"])
-        if name != EventName.CHECKPOINT_SAVED or has_told or len(steps_s) < _LEAST_STEPS:
+        if name != EventName.CHECKPOINT_SAVED or has_warned or len(steps_s) < _LEAST_STEPS:
             return
         step_s = statistics.median(steps_s)
         if text := slow_saves(train, epoch_steps, fields["bytes"], fields["duration_s"], step_s):
-            has_told = True
+            has_warned = True
             say(f"warning: {text}")
 
     return observe

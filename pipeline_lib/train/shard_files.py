@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from pipeline_lib.core.files import fsync_path, write_hashed
 from pipeline_lib.core.store import FileEntry
 from pipeline_lib.model.weights import KINDS
-from pipeline_lib.train.strategy import balanced
+from pipeline_lib.train.keepers import balanced
 
 FILES_AT_ONCE = 4  # per rank: one thread writes and hashes about 1 GB/s
 LEAST_FILE_BYTES = 256 * 10**6  # less is not worth a file of its own

@@ -1,4 +1,4 @@
-"""The registry of distribution strategies by `train.strategy`; the training loop names none."""
+"""The classes of distribution strategies by `train.strategy`; the training loop names none."""
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.train.ddp import Ddp
@@ -7,14 +7,16 @@ from pipeline_lib.train.dist import World
 from pipeline_lib.train.fsdp import Fsdp, Hsdp
 from pipeline_lib.train.strategy import Strategy
 
-STRATEGIES: dict[str, type[Strategy]] = {
+STRATEGY_CLASSES: dict[str, type[Strategy]] = {
     "ddp": Ddp,
     "fsdp": Fsdp,
     "hsdp": Hsdp,
-    **dict.fromkeys(("zero1", "zero2", "zero3"), Zero),
+    "zero1": Zero,
+    "zero2": Zero,
+    "zero3": Zero,
 }
 
 
 def make_strategy(world: World, train: Train, accumulation: int) -> Strategy:
     """Return the strategy that `train` names."""
-    return STRATEGIES[train.strategy](world, train, accumulation)
+    return STRATEGY_CLASSES[train.strategy](world, train, accumulation)

@@ -1,136 +1,14 @@
-"""The interface between training loop and distribution strategy, and what strategies share."""
+"""The interface between the training loop and a distribution strategy."""
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from pipeline_lib.config.train import Train
-from pipeline_lib.core.errors import Diverged
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.staging import Copy, new_copies
-
-# Which rank writes which tensor of a state that several ranks hold.
-
-
-def balanced(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
-    """Assign each name to one of `holders` (from 0), evenly by size, the same on every rank.
-
-    All keep about as much. The largest goes first, and each to the holder that has least so far.
-    """
-    kept = [0] * holders
-    found: dict[str, int] = {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        found[name] = min(range(holders), key=lambda holder: kept[holder])
-        kept[found[name]] += sizes[name]
-    return found
-
-
-def keepers_of(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
-    """Assign each tensor of a state to one of `holders` as `balanced` does, kind by kind.
-
-    The assignment of one of a kind does not depend on others. So a checkpoint has its weights in
-    the same files as a result.
-    """
-    of_kinds: dict[str, dict[str, int]] = {}
-    for name, size in sizes.items():
-        kind = name.partition(".")[0]
-        of_kinds.setdefault(kind, {})[name] = size
-    found: dict[str, int] = {}
-    for of_one in of_kinds.values():
-        found |= balanced(of_one, holders)
-    return found
-
-
-def share_of(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Return the tensors that this rank writes: its share of whole ones, its shards of others.
-
-    The whole ones are those that every rank holds whole. If replicas hold the same shard, one of
-    them writes it.
-    """
-    places = {name: holders_of(tensor, world) for name, tensor in tensors.items()}
-    mine: dict[str, Tensor] = {}
-    for holders in {holders for holders, _ in places.values()}:
-        sizes = {name: tensors[name].numel() for name in tensors if places[name][0] == holders}
-        keepers = keepers_of(sizes, holders)
-        mine |= {name: tensors[name] for name in sizes if keepers[name] == places[name][1]}
-    return mine
-
-
-def grouped(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
-    """Yield the names of `sizes` in order, in groups of up to `most` or of one larger one."""
-    names: list[str] = []
-    total = 0
-    for name, size in sizes.items():
-        if names and total + size > most:
-            yield names
-            names, total = [], 0
-        names.append(name)
-        total += size
-    yield names
-
-
-def holders_of(tensor: Tensor, world: World) -> tuple[int, int]:
-    """Return how many ranks hold the same part of `tensor`, and this rank's index among them."""
-    if not isinstance(tensor, DTensor):
-        return world.size, world.rank
-    holders, own = 1, 0
-    mesh = tensor.device_mesh
-    for dimension, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
-            holders = holders * mesh.size(dimension)
-            own = own * mesh.size(dimension) + mesh.get_local_rank(dimension)
-    return holders, own
-
-
-# The dynamic loss scale, which lifts gradients into the range of fp16.
-
-FIRST = 2.0**16  # as of torch's GradScaler
-GROWS_AFTER = 2000
-OVERFLOW = "gradients overflow fp16 at the least loss scale; train with precision: bf16"
-
-
-@dataclass
-class LossScale:
-    """A power-of-two loss scale: halved by a norm that is not finite, else raised at times.
-
-    It is doubled after `GROWS_AFTER` finite norms.
-    """
-
-    value: float = FIRST
-    finite_steps: int = 0
-
-    def follow(self, norm: float) -> None:
-        """Adjust the scale for the next step by this step's gradient norm.
-
-        Raises Diverged if it overflows at 1.
-        """
-        if not math.isfinite(norm):
-            if self.value <= 1.0:
-                raise Diverged(OVERFLOW)
-            self.value = self.value / 2
-            self.finite_steps = 0
-            return
-        self.finite_steps += 1
-        if self.finite_steps == GROWS_AFTER:
-            self.value = self.value * 2
-            self.finite_steps = 0
-
-    def state(self) -> Tensor:
-        """Return [2] float64: the scale, and the number of finite steps since it last changed."""
-        return torch.tensor([self.value, self.finite_steps], dtype=torch.float64)
-
-    def load(self, state: Tensor) -> None:
-        """Restore what `state` returned, or another strategy's scale, first in its state."""
-        self.value, self.finite_steps = float(state[0]), int(state[1]) if len(state) == 2 else 0
-
-
-# The interface that every strategy implements.
 
 
 class Strategy(Protocol):

@@ -1,10 +1,14 @@
-"""Checks between steps: the held-out loss, and sample answers."""
+"""Checks between steps: the held-out loss, with its history, and sample answers.
+
+They do not change the training: no gradients, no dropout, no random number drawn.
+"""
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +21,13 @@ from torch import nn
 
 from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.files import disk_full_named, read_jsonl, write_jsonl
-from pipeline_lib.data.blocks import PADDING_DOCUMENT, BlockReader, documents_of
+from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.documents import Document, first_answer, prompt_length, question
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.data.thinking import last_question
-from pipeline_lib.model.batch import Portion, block_losses, empty_block, logits_at, make_batch
+from pipeline_lib.model.batch import BatchShare, block_losses, empty_block, logits_at, make_batch
 from pipeline_lib.train.dist import World, sum_over_ranks
 from pipeline_lib.train.strategy import Strategy
-
-# The held-out loss during training, and its history: which step was best, and when to stop early.
-#
-# It does not change the training: no gradients, no dropout, no random number drawn.
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def held_out_loss(
     strategy: Strategy,
     reader: BlockReader,
     micro_batch_blocks: int,
-    portion: Portion,
+    share: BatchShare,
     device: torch.device,
 ) -> float:
     """Return the nats per supervised token of `reader`, divided over the ranks; the same on each.
@@ -58,7 +58,7 @@ def held_out_loss(
     ids = np.arange(len(reader), dtype=np.int64)
     nats, tokens = 0.0, 0
     with evaluating(wrapped, strategy):
-        for batch in portion.batches(reader, ids, micro_batch_blocks):
+        for batch in share.batches(reader, ids, micro_batch_blocks):
             nats += float(block_losses(wrapped, batch.to(device)).sum(dtype=torch.float64))
             tokens += batch.supervised_tokens
     all_nats, all_tokens = sum_over_ranks([nats, float(tokens)], device)
@@ -118,50 +118,46 @@ class Sampler:
     documents: list[Document]
     tokenizer: Tokenizer
     block_tokens: int
-    portion: Portion
+    share: BatchShare
     world: World
     run_dir: Path
 
     @staticmethod
     def of(
-        held_out: BlockReader, model_folder: Path, portion: Portion, world: World, run_dir: Path
+        held_out: BlockReader, model_folder: Path, share: BatchShare, world: World, run_dir: Path
     ) -> "Sampler":
         """Take the prompts from `held_out` and the tokenizer from `model_folder`."""
         documents: list[Document] = []
         for block in range(len(held_out)):
-            documents += [
-                document for document in documents_of(held_out[block]) if prompt_length(document)
-            ]
+            documents += filter(prompt_length, documents_of(held_out[block]))
             if len(documents) >= PROMPTS:
                 break
         tokenizer = load_tokenizer(model_folder)
-        return Sampler(
-            documents[:PROMPTS], tokenizer, held_out.block_tokens, portion, world, run_dir
-        )
+        return Sampler(documents[:PROMPTS], tokenizer, held_out.block_tokens, share, world, run_dir)
 
     def answer(self, wrapped: nn.Module, strategy: Strategy, step: int, events: EventLog) -> None:
         """Answer the prompts, and append the answers as those of the model after `step`.
 
         All ranks call it.
         """
-        prompts = [
-            np.array(question(document, self.tokenizer), np.int32) for document in self.documents
-        ]
+        prompts = []
+        for document in self.documents:
+            prompts.append(np.array(question(document, self.tokenizer), np.int32))
         with evaluating(wrapped, strategy):
             answers = greedy_answers(
-                wrapped, prompts, self.block_tokens, self.world.device, self.portion
+                wrapped, prompts, self.block_tokens, self.world.device, self.share
             )
-        rows = [
-            {
-                "step": step,
-                "prompt": last_question(
-                    self.tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
-                ),
-                "reference": self._text(first_answer(document)),
-                "answer": self._text(answer),
-            }
-            for document, prompt, answer in zip(self.documents, prompts, answers, strict=True)
-        ]
+        rows = []
+        for document, prompt, answer in zip(self.documents, prompts, answers, strict=True):
+            text = self.tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
+            rows.append(
+                {
+                    "step": step,
+                    "prompt": last_question(text),
+                    "reference": self._text(first_answer(document)),
+                    "answer": self._text(answer),
+                }
+            )
         if self.world.is_first:
             path = self.run_dir / SAMPLES_NAME
             with disk_full_named(path), path.open("a", encoding="utf-8") as file:
@@ -170,13 +166,10 @@ class Sampler:
 
     def _text(self, tokens: Sequence[int]) -> str:
         """Decode `tokens` up to the first control token."""
-        control = {
-            number
-            for number, token in self.tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
-        end = next((place for place, token in enumerate(tokens) if token in control), len(tokens))
-        return str(self.tokenizer.decode(list(tokens[:end]))).strip()
+        added = self.tokenizer.get_added_tokens_decoder()
+        control = {number for number, token in added.items() if token.special}
+        text = takewhile(lambda token: token not in control, tokens)
+        return str(self.tokenizer.decode(list(text))).strip()
 
 
 def greedy_answers(
@@ -184,7 +177,7 @@ def greedy_answers(
     prompts: Sequence[NDArray[np.int32]],
     block_tokens: int,
     device: torch.device,
-    portion: Portion,
+    share: BatchShare,
 ) -> list[list[int]]:
     """Return up to NEW_TOKENS tokens after each of `prompts`, as far as a block has room.
 
@@ -198,12 +191,11 @@ def greedy_answers(
     for prompt, end in zip(prompts, ends, strict=True):
         block = empty_block(block_tokens)
         block.tokens[: len(prompt)] = prompt
-        blocks.append(
-            replace(block, documents=np.where(np.arange(block_tokens) < end, 0, PADDING_DOCUMENT))
-        )
+        block.documents[:end] = 0
+        blocks.append(block)
     for made in range(max(end - len(prompt) for prompt, end in zip(prompts, ends, strict=True))):
         places = [min(len(prompt) + made, block_tokens) for prompt in prompts]
-        batch = portion.of(make_batch(blocks)).to(device)
+        batch = share.of(make_batch(blocks)).to(device)
         logits = logits_at(wrapped, batch, torch.tensor(places, device=device) - 1)
         # [V, prompts]: each at its own place
         chosen = logits.diagonal(dim1=0, dim2=1).argmax(dim=0)
@@ -211,19 +203,18 @@ def greedy_answers(
         for block, place, end, token in zip(blocks, places, ends, chosen.tolist(), strict=True):
             if place < end:
                 block.tokens[place] = token
-    return [
-        block.tokens[len(prompt) : end].tolist()
-        for block, prompt, end in zip(blocks, prompts, ends, strict=True)
-    ]
+    answers = []
+    for block, prompt, end in zip(blocks, prompts, ends, strict=True):
+        answers.append(block.tokens[len(prompt) : end].tolist())
+    return answers
 
 
 def leave_samples(run_dir: Path, out: Path, last_step: int) -> None:
     """Copy the answers up to `last_step` to `out`; of a step made twice, only the later ones."""
     if not (run_dir / SAMPLES_NAME).exists():
         return
-    latest = {
-        (row["step"], row["prompt"], row["reference"]): row
-        for row in read_jsonl(run_dir / SAMPLES_NAME)
-        if row["step"] <= last_step
-    }
+    latest = {}
+    for row in read_jsonl(run_dir / SAMPLES_NAME):
+        if row["step"] <= last_step:
+            latest[row["step"], row["prompt"], row["reference"]] = row
     write_jsonl(out / SAMPLES_NAME, sorted(latest.values(), key=lambda row: int(row["step"])))

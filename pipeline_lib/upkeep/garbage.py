@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeline_lib.config.stages import PRODUCTS, STAGES
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.store import Store
-from pipeline_lib.slurm.job import QueuedJob
+from pipeline_lib.slurm.queue import QueuedJob
 from pipeline_lib.status.catalog import Frozen, by_name, changed_at, newest_with, unreadable
 from pipeline_lib.upkeep.inventory import (
     OWN_FOLDERS,

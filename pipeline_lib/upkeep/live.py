@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipeline_lib.core.lock import describe, holder
 from pipeline_lib.core.store import DIGEST_CHARS
-from pipeline_lib.slurm.job import QueuedJob
+from pipeline_lib.slurm.queue import QueuedJob
 from pipeline_lib.status.catalog import json_object
 from pipeline_lib.upkeep.inventory import EXPERIMENTS, LOCKS, SWEEPS, Inventory, is_digest
 

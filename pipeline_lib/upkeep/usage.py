@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline_lib.status.catalog import Frozen
+from pipeline_lib.status.catalog import Frozen, by_name
 from pipeline_lib.upkeep.inventory import (
     DAMAGED,
     EXPERIMENTS,
@@ -39,10 +39,9 @@ class Share:
 
 def shares(inventory: Inventory) -> list[Share]:
     """Return the usage of each name, the most recently used first."""
-    by_name: dict[str, list[Frozen]] = {}
-    for experiment in inventory.experiments:
-        by_name.setdefault(experiment.name, []).append(experiment)
-    found = [_share(inventory, name, configs) for name, configs in by_name.items()]
+    found = []
+    for name, configs in by_name(inventory.experiments).items():
+        found.append(_share(inventory, name, configs))
     return sorted(found, key=lambda share: (-share.used_at, share.name))
 
 

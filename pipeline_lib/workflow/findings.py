@@ -82,14 +82,14 @@ class ThisMachine:
     def __init__(self, environ: Mapping[str, str]) -> None:
         """Ask it about processes with `environ`."""
         self._environ = environ
-        self._told: dict[Cluster, list[Finding]] = {}
+        self._findings: dict[Cluster, list[Finding]] = {}
 
     def __call__(self, config: Config) -> list[Finding]:
         """Return what it says of a training with `config`."""
         cluster = config.cluster
-        if cluster not in self._told:  # to look for GPUs takes seconds
-            self._told[cluster] = list(self._of_cluster(cluster))
-        return self._told[cluster]
+        if cluster not in self._findings:  # to look for GPUs takes seconds
+            self._findings[cluster] = list(self._of_cluster(cluster))
+        return self._findings[cluster]
 
     def _of_cluster(self, cluster: Cluster) -> Iterator[Finding]:
         yield from srun_without_jobs(cluster, self._environ)

@@ -15,7 +15,7 @@ from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.plan.known import learn_architecture
 from pipeline_lib.report.outcomes import LOGS
 from pipeline_lib.slurm.cluster import NodeGroup, read_groups
-from pipeline_lib.slurm.job import wait_for_jobs
+from pipeline_lib.slurm.queue import wait_for_jobs
 from pipeline_lib.slurm.request import JobRequest
 from pipeline_lib.slurm.site import Site
 from pipeline_lib.slurm.sizing import refuse_long_evaluation
@@ -136,7 +136,7 @@ class Invocation:
         self.site = site
         self._tell = tell
         self._has_begun = False
-        self._told: set[Finding] = set()
+        self._said: set[Finding] = set()
         self._judged: set[tuple[str, str]] = set()  # by rule, and by name of the experiment
         self._environ = environ
         self._this_machine = ThisMachine(environ)
@@ -189,7 +189,7 @@ class Invocation:
         self._has_begun = True
         configs = [one.config for one in self.dag.experiments]
         ask: Ask = self._this_machine if self.workflow.local_exec else _ask_nobody
-        self._tell_new(findings_of(configs, self.dag.store, ask))
+        self._say_new(findings_of(configs, self.dag.store, ask))
         if self.will_run:
             self.dag.freeze()
             self.dag.link_results()
@@ -252,7 +252,7 @@ class Invocation:
 
         ask = self._whom_to_ask(request, tuple(options))
         found = findings_of([one.config for one in open_ones], self.dag.store, ask)
-        self._tell_new(found)
+        self._say_new(found)
         refuse(f"experiment {self.dag.name!r}", found)
 
     def _whom_to_ask(
@@ -264,11 +264,11 @@ class Invocation:
             return self._machines
         return self._this_machine
 
-    def _tell_new(self, findings: Iterable[Finding]) -> None:
-        """Tell each warning and note once, however often it is found."""
+    def _say_new(self, findings: Iterable[Finding]) -> None:
+        """Say each warning and note once, however often it is found."""
         for finding in findings:
-            if finding.kind != "refusal" and finding not in self._told:
-                self._told.add(finding)
+            if finding.kind != "refusal" and finding not in self._said:
+                self._said.add(finding)
                 self._tell(finding.line)
 
 

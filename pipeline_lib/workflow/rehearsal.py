@@ -1,19 +1,16 @@
-"""The findings of a rehearsal: two real steps through save to load, and the run's cost.
+"""The findings of a rehearsal: two real steps through save, stop, resume, merge and load.
 
-The steps go through save, stop, resume, merge and load.
+They are the first two steps of the run itself, which continues from them. Each is the first of its
+process, and so slower than later ones: the faster one is reported as an upper limit of the step
+time.
 """
 
-import math
-import shutil
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline_lib.config.compile import Rehearsal, run_digest
 from pipeline_lib.config.dag import Dag
-from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError, TrainingError
 from pipeline_lib.core.events import EventName
 from pipeline_lib.core.files import write_text
@@ -27,145 +24,18 @@ from pipeline_lib.core.run_folder import (
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.stage import Say, open_sealed
 from pipeline_lib.core.store import read_manifest
-from pipeline_lib.core.units import HOUR_S, amount, brief, columns, count, rounded, size
+from pipeline_lib.core.units import amount, brief, columns, count, size
 from pipeline_lib.records.merge import PARITY_NAME, Unproven, read_parity
 from pipeline_lib.records.plan import PlanDocument, read_plan
 from pipeline_lib.records.record import read_records
 from pipeline_lib.records.training import Step, Training, read_training
 from pipeline_lib.report.plan_check import FIGURES, Compared, comparison, unjudged
 from pipeline_lib.upkeep.temporary import remove_passing
+from pipeline_lib.workflow.cost import Cost
 
 if TYPE_CHECKING:
     from pipeline_lib.evaluate.answers import Loaded
 
-
-# Cost of the whole run, estimated from its first two steps and its plan.
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The cost of all steps.
-
-    `run_s`, from `low_s` to `high_s`, includes saving and validation as far as they are known; there
-    is no low end where the plan predicts no time. `checkpoint_bytes` is the size of one checkpoint.
-    `around_s` is the time of each job before its first step and after its last one.
-    """
-
-    config: Config
-    steps: int
-    run_s: float
-    low_s: float | None
-    high_s: float
-    checkpoint_bytes: float | None
-    around_s: float
-
-    @staticmethod
-    def of(
-        config: Config, plan: PlanDocument, step_s: float, around_s: float, record: RunRecord
-    ) -> "Cost":
-        """Estimate the cost from `step_s`, the faster of two first steps.
-
-        Later steps are assumed to be no slower.
-        """
-        saved = record.named(EventName.CHECKPOINT_SAVED)
-        sizes = [float(event["bytes"]) for event in saved if "bytes" in event]
-        steps = plan.run_steps
-        way = plan.prediction
-        low: float | None = None
-        if way is not None and way.run_s is not None:
-            planned = way.step_s
-            beside_s = max(0.0, way.run_s.value - steps * planned.value)
-            low = steps * min(planned.low, step_s) + beside_s
-            value = steps * min(planned.value, step_s) + beside_s
-            high = steps * max(planned.value, step_s) + beside_s
-        else:
-            save_s = statistics.median(
-                [float(event.get("duration_s", 0.0)) for event in saved] or [0.0]
-            )
-            saves = config.train.saves(steps, plan.batch.steps_per_epoch or steps)
-            value = steps * step_s + save_s * saves
-            high = value
-        return Cost(
-            config=config,
-            steps=steps,
-            run_s=value,
-            low_s=low,
-            high_s=high,
-            checkpoint_bytes=statistics.median(sizes) if sizes else None,
-            around_s=around_s,
-        )
-
-    def rows(self, store: Path) -> list[tuple[str, str]]:
-        """Return labels and texts for steps, time, device hours, startup, disk and jobs."""
-        cluster = self.config.cluster
-        value = self.run_s
-        low = self.low_s
-        high = self.high_s
-        devices = cluster.ranks
-        kind = "GPU"
-        if cluster.device != "cuda":
-            devices = cluster.ranks * cluster.cpus_per_rank
-            kind = "CPU core"
-        hours = [rounded(one * devices / HOUR_S) for one in (value, low or value, high)]
-        first = "the faster of these two steps, the first of their process"
-        time = f"at most {amount(high, 's')}: from {first}"
-        if low is not None:
-            time = (
-                f"{amount(value, 's')} ({amount(low, 's')} to {amount(high, 's')}): from the "
-                f"plan, and from {first}"
-            )
-        disk = "not known: no checkpoint was written"
-        if self.checkpoint_bytes is not None:
-            kept = self.config.train.checkpoints_on_disk
-            needed = kept * self.checkpoint_bytes
-            free = shutil.disk_usage(store).free
-            disk = (
-                f"{size(needed)} for {kept} of {size(self.checkpoint_bytes)}; {size(free)} are free"
-            )
-            disk += (
-                "" if needed <= free else ": too little, lower train.keep_last or free some space"
-            )
-        return [
-            ("steps", count(self.steps)),
-            ("time", time),
-            (
-                f"{kind}-hours",
-                f"{hours[0]} ({hours[1]} to {hours[2]}) on {count(devices, f'{kind}s')}",
-            ),
-            ("startup and shutdown", f"{amount(self.around_s, 's')} of each job"),
-            ("disk for checkpoints", disk),
-            ("jobs", self._jobs(value, high)),
-        ]
-
-    def _jobs(self, value_s: float, high_s: float) -> str:
-        """Return the number of cluster jobs under the configured time limit."""
-        minutes = self.config.cluster.runtime_minutes
-        requeues = self.config.cluster.max_requeues
-        if minutes is None:
-            return (
-                "cluster.runtime_minutes is not set: a job requests the time that the plan predicts"
-            )
-        each_s = minutes * 60 - self.around_s
-        if each_s <= 0:
-            return (
-                f"cluster.runtime_minutes {minutes} is over before the first step: startup and "
-                f"shutdown take {amount(self.around_s, 's')}; raise it"
-            )
-        jobs, most = (max(1, math.ceil(seconds / each_s)) for seconds in (value_s, high_s))
-        over = (
-            f"; cluster.max_requeues {requeues} allows {requeues + 1}, raise it"
-            if most > requeues + 1
-            else ""
-        )
-        return (
-            f"{jobs if jobs == most else f'{jobs} to {most}'} of cluster.runtime_minutes "
-            f"{minutes}{over}"
-        )
-
-
-# The rehearsal's report. Its two steps are the first two of the run itself, which continues from
-# them. Each is the first of its process, and so slower than later ones: the faster one is reported
-# as an upper limit of the step time.
 
 SHOWN_ANSWER = 60  # characters
 _NOTHING = "nothing to rehearse"
@@ -221,9 +91,12 @@ def conclude(dag: Dag, say: Say) -> None:
     """
     nothing = why_not(dag)
     path = report_path(dag)
-    text = path.read_text(encoding="utf-8").rstrip() if path is not None and path.exists() else ""
+    text = ""
+    if path is not None and path.exists():
+        text = path.read_text(encoding="utf-8").rstrip()
     if nothing is not None and not text.startswith(_NOTHING):
-        say(nothing + ("; when it was rehearsed, this was found:\n" if text else ""))
+        then = "; when it was rehearsed, this was found:\n" if text else ""
+        say(f"{nothing}{then}")
     if text:
         say(text)
     if path is not None and text.startswith(_NOTHING):
@@ -283,9 +156,8 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
             f"{_NOTHING}: another training of this run went on meanwhile, to step {training.steps}"
         )
     record = RunRecord.read(trained / EVENTS_NAME)
-    if not any(
-        event.get("step") == rehearsal.first_step for event in record.named(EventName.RUN_RESUMED)
-    ):
+    resumed_at = [event.get("step") for event in record.named(EventName.RUN_RESUMED)]
+    if rehearsal.first_step not in resumed_at:
         raise TrainingError(
             f"{trained}: the second training did not resume from the checkpoint of step "
             f"{rehearsal.first_step}; see events.jsonl there"
@@ -300,9 +172,8 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
     else:
         proof = f"relative difference of the logits {parity.relative_difference:.1e}"
     cluster = config.cluster
-    first, second, merge = (
-        brief(read_manifest(store.sealed(spec.ref)).duration_s) for spec in rehearsal.specs
-    )
+    durations_s = [read_manifest(store.sealed(spec.ref)).duration_s for spec in rehearsal.specs]
+    first, second, merge = map(brief, durations_s)
     answer = " ".join(loaded.answer.split())[:SHOWN_ANSWER] or "(nothing)"
     phases = [
         (f"train to step {rehearsal.first_step}, save", first, "checkpoint sealed"),
@@ -333,7 +204,7 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
         f"{where}"
     ]
     for title, rows in parts.items():
-        lines += [f"\n{title}"] if title else [""]
+        lines.append(f"\n{title}" if title else "")
         lines += [f"  {line}" for line in columns(rows)]
     return "\n".join([*lines, "", f"`snakemake` continues from step {rehearsal.last_step}."])
 
@@ -353,9 +224,9 @@ def _measured(
             (name, "not predicted: cluster.gpu is not set", f"measured {amount(step_s, unit)}", "")
         )
     for one in found:
-        predicted, low, high = (
-            amount(value, one.unit) for value in (one.predicted, one.low, one.high)
-        )
+        predicted = amount(one.predicted, one.unit)
+        low = amount(one.low, one.unit)
+        high = amount(one.high, one.unit)
         is_first = one.key == "step_s" and one.measured > one.high
         verdict = "above, as usual for first steps" if is_first else "outside the band"
         if one.within:

@@ -1,7 +1,7 @@
 """Successive halving: bring a training to its rung, then decide there which ones continue."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from pipeline_lib.config.compile import run_digest
@@ -37,10 +37,8 @@ def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say
     whole = Ref(to_rung.stage, run_digest(to_rung))
     try:
         if store.is_sealed(whole):
-            say(
-                f"train: the whole training {whole.digest} is done, and says what it had come to "
-                f"at step {step}"
-            )
+            text = f"train: the whole training {whole.digest} is done"
+            say(f"{text}, and says what it had come to at step {step}")
             sealed = open_sealed(whole, store).folder(SUMMARY_NAME, METRICS_NAME)
         else:
             train()
@@ -52,11 +50,8 @@ def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say
         say(f"train: another snakemake wrote {out} meanwhile, and has decided by it")
         return
     except Diverged as error:
-        advice = f"to try again, delete {out}"
-        say(
-            f"error: {error}\nthis training diverged and is out of the sweep, which goes on; "
-            f"{advice}"
-        )
+        text = "this training diverged and is out of the sweep, which goes on"
+        say(f"error: {error}\n{text}; to try again, delete {out}")
         reached = Reached(None, None, has_ended=False, failure=reason_of(error))
     write_record(out, reached)
 
@@ -64,14 +59,14 @@ def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say
 def _reached(sealed: Path, step: int) -> Reached:
     """Return the sealed training's last validation up to `step`; else raise TrainingError."""
     training = read_training(sealed)
-    validated = [
-        (row.step, row.validation_loss)
-        for row in read_records(Step, sealed / METRICS_NAME)
-        if row.validation_loss is not None and row.step <= step
-    ]
-    if not validated:
+    last_step = None
+    loss = math.nan
+    for row in read_records(Step, sealed / METRICS_NAME):
+        if row.validation_loss is not None and row.step <= step:
+            last_step = row.step
+            loss = row.validation_loss
+    if last_step is None:
         raise TrainingError(f"{sealed}: there was no validation up to step {step}")
-    last_step, loss = validated[-1]
     has_stopped = training.stopped_early and training.steps <= step
     return Reached(
         last_step,
@@ -88,23 +83,20 @@ def conclude_rung(dag: Dag, digest: str, say: Say) -> None:
     this rung and the earlier ones. Raise TrainingError if no training can continue.
     """
     rung, before = dag.rung(digest)
-    going = (
-        read_decision(decision_path(dag.store, before.digest)).survivors
-        if before
-        else rung.trainings
-    )
-    records = {
-        one: read_reached(reached_path(dag.store, rung.trainings[one].digest)) for one in going
-    }
-    reached = {one: records[one] for one in rung.trainings if one in records}
-    further = dag.rungs[dag.rungs.index(rung) + 1 :]
+    going: Collection[str] = rung.trainings
+    if before:
+        going = read_decision(decision_path(dag.store, before.digest)).survivors
+    reached = {}
+    for one, spec in rung.trainings.items():
+        if one in going:
+            reached[one] = read_reached(reached_path(dag.store, spec.digest))
+    number = dag.rungs.index(rung)
+    further = dag.rungs[number + 1 :]
     names = {one: dag.names_of(one) for one in reached}
     decision = decide(rung, further[0].step if further else None, reached, names)
     if not decision.survivors:
-        lines = [
-            f"no training came to step {rung.step} with a loss; delete the files named here to try "
-            "them again"
-        ]
+        text = f"no training came to step {rung.step} with a loss"
+        lines = [f"{text}; delete the files named here to try them again"]
         for one, record in reached.items():
             path = reached_path(dag.store, rung.trainings[one].digest)
             lines.append(f"{names[one][0]}: {record.failure or 'no finite loss'} ({path})")
@@ -113,21 +105,21 @@ def conclude_rung(dag: Dag, digest: str, say: Say) -> None:
         dag.store.write_specs(further[0].trainings[one] for one in decision.survivors)
     say(table(decision))
     write_record(decision_path(dag.store, digest), decision)
-    behind = dag.rungs[: dag.rungs.index(rung) + 1]
-    remove_passing([spec for each in behind for spec in each.trainings.values()], dag.store)
+    behind: list[Spec] = []
+    for each in dag.rungs[: number + 1]:
+        behind += each.trainings.values()
+    remove_passing(behind, dag.store)
 
 
 def table(decision: Decision) -> str:
     """Return the decision as a text table."""
     rows = [("experiment", "held-out loss", "", "")]
     for one in decision.competitors:
-        name = one.experiments[0] + (
-            f" and {len(one.experiments) - 1} more" if len(one.experiments) > 1 else ""
-        )
+        name = one.experiments[0]
+        if len(one.experiments) > 1:
+            name += f" and {len(one.experiments) - 1} more"
         rows.append((name, real(one.loss), "goes on" if one.goes_on else "stops", one.why))
-    then = (
-        f"the next decision is at step {decision.next_step}"
-        if decision.next_step
-        else "the rest go to the end"
-    )
+    then = "the rest go to the end"
+    if decision.next_step:
+        then = f"the next decision is at step {decision.next_step}"
     return "\n".join([f"decided at step {decision.step}; {then}", *columns(rows)])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipeline_lib.compare.comparison import Comparison
-from pipeline_lib.compare.read import select
+from pipeline_lib.compare.subjects import select
 from pipeline_lib.config.compile import Experiment, compile_config
 from pipeline_lib.config.content import Content
 from pipeline_lib.config.dag import Dag

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from pipeline_lib.compare.differences import Differences, DifferingRow, filled
-from pipeline_lib.compare.read import Known, Subject
+from pipeline_lib.compare.read import Known
+from pipeline_lib.compare.subjects import Subject
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.store import Store, read_manifest, write_manifest

@@ -5,16 +5,8 @@ from pathlib import Path
 import pytest
 from bokeh.models import Scatter
 
-from pipeline_lib.compare.page import (
-    LineStyle,
-    course_of,
-    line_styles,
-    render,
-    seconds_of,
-    swept_figure,
-    write_page,
-    write_sweep_page,
-)
+from pipeline_lib.compare.figures import LineStyle, course_of, line_styles, seconds_of, swept_figure
+from pipeline_lib.compare.page import render, write_page, write_sweep_page
 from pipeline_lib.compare.verdict import verdict
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.dag import Dag

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from pipeline_lib.compare.page import render
-from pipeline_lib.compare.read import Subject, read_known
+from pipeline_lib.compare.read import read_known
 from pipeline_lib.compare.show import render as render_text
+from pipeline_lib.compare.subjects import Subject
 from pipeline_lib.compare.verdict import verdict
 from pipeline_lib.config.compile import compile_config, run_digest
 from pipeline_lib.config.content import Content

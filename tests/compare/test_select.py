@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.compare.read import Subject, select
+from pipeline_lib.compare.subjects import Subject, select
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.core.errors import ConfigError, IntegrityError
 from pipeline_lib.core.files import write_json

@@ -20,7 +20,8 @@ from pipeline_lib.compare.ranking import (
     compare,
     rank,
 )
-from pipeline_lib.compare.read import Known, Subject
+from pipeline_lib.compare.read import Known
+from pipeline_lib.compare.subjects import Subject
 from pipeline_lib.core.store import FileEntry, Manifest, Store
 from pipeline_lib.records.evaluation import MIN_DOCUMENTS, DocumentScore
 from tests.compare.fakes import Samples, name_of

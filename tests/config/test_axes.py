@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline_lib.config.draws import DIGITS, draw, range_problem
 from pipeline_lib.config.load import load_configs
-from pipeline_lib.config.sweep import DIGITS, draw, range_problem
 from tests.config.test_sweep import names, problems_of, written
 
 LR = "train.lr: {low: 1.0e-5, high: 1.0e-3, scale: log}"

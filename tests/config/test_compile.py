@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from pipeline_lib.config.compile import (
     run_digest,
 )
 from pipeline_lib.config.content import RUNNING_PYTHON, Content
-from pipeline_lib.config.effects import EFFECTS, Result, effect_of
+from pipeline_lib.config.effects import EFFECTS, Effect, Result
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import PLACEMENT_KEYS, Train, in_file
@@ -192,6 +193,21 @@ def changed(one: Experiment, other: Experiment) -> set[str]:
 
 def test_the_table_has_every_key_of_the_schema() -> None:
     assert list(VALUES) == [key for key in all_keys() if not key.endswith(".source")]
+
+
+def effect_of(key: str) -> Effect | None:
+    """Return what `key` changes: `model(tiny).layers`, `train.lora.rank`; None without a stage.
+
+    A key in a section of its own has the effect of the section.
+    """
+    plain = re.sub(r"\(\w+\)", "", key)
+    while key:
+        for name in (key, plain):
+            if name in EFFECTS:
+                return EFFECTS[name]
+        key = key.rpartition(".")[0]
+        plain = plain.rpartition(".")[0]
+    return None
 
 
 @pytest.mark.parametrize("key", VALUES)

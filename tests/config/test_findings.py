@@ -14,6 +14,7 @@ from pipeline_lib.core.errors import ConfigError
         ("evaluate: takes about 5 h", "evaluate"),
         ("the run writes 5 GB (base: 1 GB)", ""),
         ("SLURM would refuse the job: no account", ""),
+        ("node: its clock is 9 s behind this machine's", ""),
     ],
 )
 def test_a_text_that_begins_with_a_key_is_about_it(text: str, key: str) -> None:

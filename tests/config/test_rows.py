@@ -7,12 +7,12 @@ import pytest
 from pipeline_lib.config.optimizers import DEFAULT, OPTIMIZERS, OptimizerName
 from pipeline_lib.config.strategies import STRATEGIES, StrategyName, with_key
 from pipeline_lib.config.train import Train
-from pipeline_lib.train.strategies import STRATEGIES as CLASSES
+from pipeline_lib.train.strategies import STRATEGY_CLASSES
 
 
 def test_every_name_has_a_row() -> None:
     assert get_args(OptimizerName) == tuple(OPTIMIZERS)
-    assert get_args(StrategyName) == tuple(STRATEGIES) == tuple(CLASSES)
+    assert get_args(StrategyName) == tuple(STRATEGIES) == tuple(STRATEGY_CLASSES)
     assert Train().optimizer == DEFAULT
 
 

@@ -12,9 +12,10 @@ from pipeline_lib.config.content import DATA_SUFFIXES
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data import read_json
 from pipeline_lib.data.conversations import BadRow, Conversation, Reason
+from pipeline_lib.data.encodings import utf_16_name
 from pipeline_lib.data.layouts import Layout, detect, to_content
 from pipeline_lib.data.read_files import CorpusFile, excerpt, rejected, value_of
-from pipeline_lib.data.read_json import RawRow, RowPosition, utf_16_name
+from pipeline_lib.data.read_json import RawRow, RowPosition
 from tests.data.conftest import SHARED
 from tests.data.corpus_rows import BAD, BROKEN, GOOD, GOOD_LINE, memory_growth, read
 

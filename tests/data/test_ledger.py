@@ -7,9 +7,9 @@ import pytest
 
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.data.chat_template import repetition
+from pipeline_lib.data.encoded import Encoded
 from pipeline_lib.data.keys import KeyCounts
 from pipeline_lib.data.ledger import (
-    Encoded,
     FileLedger,
     SourceLedger,
     ledger_of,

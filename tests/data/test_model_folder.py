@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline_lib.arch.generation_config import read_generation_config, take_generation_config
-from pipeline_lib.arch.weight_files import refuse_not_finite
+from pipeline_lib.arch.not_finite import refuse_not_finite
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data.model_folder import problems_of
 

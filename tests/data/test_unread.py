@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from pipeline_lib.data.conversations import BadRow, Content, Conversation, Text
-from pipeline_lib.data.keys import MAX_KEYS, TRAINED_KEYS, KeyCounts, PreferenceData
+from pipeline_lib.data.keys import MAX_KEYS, KeyCounts, PreferenceData
 from pipeline_lib.data.layouts import Layout, detect, to_content
+from pipeline_lib.data.refusals import TRAINED_KEYS
 
 USER: dict[str, Any] = {"role": "user", "content": "q"}
 ASSISTANT: dict[str, Any] = {"role": "assistant", "content": "a"}

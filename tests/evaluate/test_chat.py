@@ -29,14 +29,8 @@ from pipeline_lib.core.errors import ConfigError, DataError, IntegrityError, Pip
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.store import Store
 from pipeline_lib.data.encode import load_tokenizer
-from pipeline_lib.evaluate.chat import (
-    COMMANDS,
-    AnswerLimits,
-    AnswerStreamer,
-    Chat,
-    converse,
-    place_for,
-)
+from pipeline_lib.evaluate.chat import COMMANDS, AnswerLimits, AnswerStreamer, Chat, converse
+from pipeline_lib.evaluate.chat_model import place_for
 from tests.data.chats import FAMILIES
 from tests.lineage.lineages import HUB_MODEL, experiment_from, seal_model
 
@@ -362,10 +356,11 @@ def test_weights_are_halved_where_memory_is_short_and_what_has_no_room_is_refuse
     )
     for factor, dtype in ((4, torch.float32), (3, torch.bfloat16)):
         monkeypatch.setattr(
-            "pipeline_lib.evaluate.chat.host_free_bytes", lambda factor=factor: factor * parameters
+            "pipeline_lib.evaluate.chat_model.host_free_bytes",
+            lambda factor=factor: factor * parameters,
         )
         assert place_for(world.folder).dtype == dtype
-    monkeypatch.setattr("pipeline_lib.evaluate.chat.host_free_bytes", lambda: parameters)
+    monkeypatch.setattr("pipeline_lib.evaluate.chat_model.host_free_bytes", lambda: parameters)
     with pytest.raises(
         DataError, match=r"there is no room for this model: it takes .* in bf16, and .* free"
     ):

@@ -27,13 +27,8 @@ from pipeline_lib.data import shard
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.documents import Document, Samples
 from pipeline_lib.data.shard import write_blocks
-from pipeline_lib.evaluate.answers import (
-    answers_here,
-    bounded,
-    device_for,
-    load_to_answer,
-    load_to_score,
-)
+from pipeline_lib.evaluate.answers import bounded
+from pipeline_lib.evaluate.loading import answers_here, device_for, load_to_answer, load_to_score
 from pipeline_lib.evaluate.stage import (
     NOT_JUDGED,
     judge,
@@ -255,7 +250,7 @@ def test_one_model_is_held_at_a_time_and_loaded_once_where_it_has_room(
     monkeypatch.setattr("pipeline_lib.evaluate.stage.StreamedModel", stream)
     if not has_room:  # for the model with what the loss computes; it has for the model alone
         free_bytes = CPU_BYTES * read_geometry(job.inputs["model"].path).parameters
-        monkeypatch.setattr("pipeline_lib.evaluate.answers.host_free_bytes", lambda: free_bytes)
+        monkeypatch.setattr("pipeline_lib.evaluate.loading.host_free_bytes", lambda: free_bytes)
     run_both(base_job, job)
     assert len(held) == 2
     assert len(streamed) == (0 if has_room else 2)
@@ -347,7 +342,7 @@ def test_answers_that_have_no_room_are_left_out_and_the_results_say_so(
     base_job: Job, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("pipeline_lib.evaluate.answers.host_free_bytes", lambda: 1000)
+    monkeypatch.setattr("pipeline_lib.evaluate.loading.host_free_bytes", lambda: 1000)
     metrics = run_both(base_job, replace(job, say=said.append))
     why = "no answers: there is no GPU, and on CPUs it would take "
     assert metrics["answers"].startswith(why)
@@ -370,7 +365,7 @@ def test_a_model_larger_than_one_gpu_answers_on_as_many_as_hold_it(
         asked.append(options)
         return SimpleNamespace(config=SimpleNamespace(), train=lambda mode: None)
 
-    monkeypatch.setattr("pipeline_lib.evaluate.answers.load_plain", load)
+    monkeypatch.setattr("pipeline_lib.evaluate.loading.load_plain", load)
     place = answers_here(tmp_path, Evaluate())
     load_to_answer(tmp_path, place)
     assert (place.place, place.gpus, place.is_bounded) == ("gpu", gpus, False)

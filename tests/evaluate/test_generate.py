@@ -19,14 +19,8 @@ from pipeline_lib.data.conversations import Conversation, Message
 from pipeline_lib.data.documents import Document, prompt_length, question
 from pipeline_lib.data.encode import Encoder, Sample, load_tokenizer
 from pipeline_lib.data.how_to_call import trained_modes
-from pipeline_lib.evaluate.answers import (
-    GREEDY,
-    Context,
-    answers_to,
-    generate,
-    load_to_answer,
-    rendered,
-)
+from pipeline_lib.evaluate.answers import GREEDY, Context, answers_to, generate, rendered
+from pipeline_lib.evaluate.loading import load_to_answer
 from pipeline_lib.export.merge import stop_at_end_of_turn
 from pipeline_lib.plan.evaluation import Answers, answer_bytes
 from tests.data.chats import FAMILIES, change_template

@@ -29,11 +29,12 @@ from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.stage import Job, Sealed
 from pipeline_lib.core.store import Manifest, Spec, Store
 from pipeline_lib.data.blocks import Block
+from pipeline_lib.export.adapter import export_adapter
 from pipeline_lib.export.fold import plan_fold
-from pipeline_lib.export.merge import export, export_adapter, run
-from pipeline_lib.model.batch import probe_logits, save_probe
+from pipeline_lib.export.merge import export, run
 from pipeline_lib.model.build import freeze, load_base
 from pipeline_lib.model.lora import add_adapters
+from pipeline_lib.model.probe import probe_logits, save_probe
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.saved_tensors import save_tensors

@@ -17,9 +17,10 @@ from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.stage import Job
-from pipeline_lib.export.merge import UNNAMED_BASE, run
-from pipeline_lib.model.batch import probe_logits, save_probe
+from pipeline_lib.export.adapter import UNNAMED_BASE
+from pipeline_lib.export.merge import run
 from pipeline_lib.model.build import build_trainable, load_base
+from pipeline_lib.model.probe import probe_logits, save_probe
 from pipeline_lib.model.weights import load_weights
 from tests.export.test_fold import BLOCK, TOKENS, leave_training, logits_of, stage_job
 from tests.train.loading import SIZES, multimodal, write_random

@@ -18,8 +18,9 @@ from pipeline_lib.core.files import is_disk_full, list_files, sha256_file
 from pipeline_lib.core.stage import run_stage
 from pipeline_lib.core.store import Manifest, Spec, Store, describe_files, verify, write_manifest
 from pipeline_lib.export import write
+from pipeline_lib.export.adapter import export_adapter
 from pipeline_lib.export.fold import plan_fold
-from pipeline_lib.export.merge import export, export_adapter, run, unquantized
+from pipeline_lib.export.merge import export, run, unquantized
 from pipeline_lib.export.write import Buffers, Entry, write_files
 from pipeline_lib.model.build import build_trainable, load_base
 from pipeline_lib.model.lora import add_adapters

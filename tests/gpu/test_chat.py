@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline_lib.evaluate.answers import GREEDY, generate
-from pipeline_lib.evaluate.chat import load_to_chat, place_for
+from pipeline_lib.evaluate.chat_model import load_to_chat, place_for
 from tests.train.loading import write_large
 
 pytestmark = [

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.sizes import model_config
 from pipeline_lib.core.files import write_json
-from pipeline_lib.evaluate.answers import device_for
+from pipeline_lib.evaluate.loading import device_for
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,15 +5,9 @@ from email.utils import format_datetime
 import pytest
 
 from pipeline_lib.core.errors import DiskFull, HubError
-from pipeline_lib.hub.repository import (
-    Busy,
-    Credentials,
-    Repository,
-    broken,
-    patiently,
-    plain,
-    retry_after_s,
-)
+from pipeline_lib.hub.patience import Busy, patiently, retry_after_s
+from pipeline_lib.hub.refusals import Credentials, broken, plain
+from pipeline_lib.hub.repository import Repository
 
 REPOSITORY = Repository("huggingface", "model", "owner/thing")
 SECRET = "my-own-secret-4711"
@@ -78,7 +72,7 @@ def test_waits_grow_and_have_a_budget_together(
     monkeypatch: pytest.MonkeyPatch, asked_s: float | None, said: str, expected: list[float]
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("pipeline_lib.hub.repository.time.sleep", waits.append)
+    monkeypatch.setattr("pipeline_lib.hub.patience.time.sleep", waits.append)
 
     def call() -> None:
         raise Busy("the hub answers HTTP 429", asked_s)

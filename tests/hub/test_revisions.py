@@ -104,7 +104,7 @@ def test_a_busy_hub_is_asked_again(fetcher: Fetcher) -> None:
 def test_an_answer_that_never_ends_is_left(
     fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline_lib.hub.repository.DEADLINE_S", 1.0)
+    monkeypatch.setattr("pipeline_lib.hub.patience.DEADLINE_S", 1.0)
     monkeypatch.setattr("modelscope_hub._legacy_api.REPO_TREE_PAGE_TIMEOUT_SECONDS", 60)
     fetcher.add(FILES)
     fetcher.hub.fault(f"/models/{NAME}", faults.dripping, times=99)

@@ -17,17 +17,10 @@ from pipeline_lib.core.errors import DataError, IntegrityError
 from pipeline_lib.core.files import json_text, read_json, sha256_file, sha256_text, write_json
 from pipeline_lib.core.stage import open_sealed, run_stage
 from pipeline_lib.core.store import MANIFEST_NAME, Ref, Store, read_manifest
+from pipeline_lib.lineage.checks import DAMAGED, RECORDED, REMADE, SAME_SIZES, VERIFIED, Traced
 from pipeline_lib.lineage.record import LINEAGE_NAME, chain
-from pipeline_lib.lineage.trace import (
-    DAMAGED,
-    RECORDED,
-    REMADE,
-    SAME_SIZES,
-    VERIFIED,
-    Traced,
-    problems_of,
-    trace,
-)
+from pipeline_lib.lineage.show import problems_of
+from pipeline_lib.lineage.trace import trace
 from tests.lineage.lineages import COMMIT, HUB_MODEL, ROWS, experiment_from, seal_model, tell_origin
 from tests.stages import ROOT
 

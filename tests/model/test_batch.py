@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from pipeline_lib.data.blocks import Block
-from pipeline_lib.model.batch import IGNORED, empty_block, loss_sum, make_batch, probe_block
+from pipeline_lib.model.batch import IGNORED, empty_block, loss_sum, make_batch
 from pipeline_lib.model.build import load_base
+from pipeline_lib.model.probe import probe_block
 from tests.train.conftest import write_model
 
 #                document 0    document 1  padding

@@ -33,7 +33,7 @@ from pipeline_lib.model.context import Part
 from pipeline_lib.model.delta import convolved, delta_rule, install, positions_of
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.train.dist import World, process_group
-from pipeline_lib.train.mesh import portion_of
+from pipeline_lib.train.mesh import batch_share_of
 from tests.model.test_attention import assert_documents_are_as_alone, packed, plain_model
 from tests.model.test_streaming import blocks
 from tests.ranks import run_ranks
@@ -284,7 +284,7 @@ def in_parts(environ: Mapping[str, str]) -> list[Any]:
     """
     world = World.from_env(environ, "cpu")
     with process_group(world, 60):
-        part = portion_of(world, Train(context_ranks=world.size)).part
+        part = batch_share_of(world, Train(context_ranks=world.size)).part
         assert part is not None
         layer = layer_of()
         install(layer)

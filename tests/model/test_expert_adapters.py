@@ -21,13 +21,14 @@ from pipeline_lib.arch.geometry import flops_per_token
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
+from pipeline_lib.export.adapter import export_adapter
 from pipeline_lib.export.fold import plan_fold
-from pipeline_lib.export.merge import export_adapter
 from pipeline_lib.export.write import Buffers
-from pipeline_lib.model.batch import loss_sums, make_batch, probe_logits
+from pipeline_lib.model.batch import loss_sums, make_batch
 from pipeline_lib.model.build import build_trainable, prepare_layers
 from pipeline_lib.model.experts import adapted_experts
 from pipeline_lib.model.lora import add_adapters
+from pipeline_lib.model.probe import probe_logits
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.plan.trained import trained_shapes
 from pipeline_lib.train.optimizer import trainable

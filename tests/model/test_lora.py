@@ -21,12 +21,13 @@ from transformers import (
 
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.data.blocks import Block
+from pipeline_lib.export.adapter import export_adapter
 from pipeline_lib.export.fold import plan_fold
-from pipeline_lib.export.merge import export_adapter
 from pipeline_lib.launch.ranks import StopRequest
-from pipeline_lib.model.batch import make_batch, probe_logits
+from pipeline_lib.model.batch import make_batch
 from pipeline_lib.model.build import build_trainable, load_base
 from pipeline_lib.model.lora import add_adapters
+from pipeline_lib.model.probe import probe_logits
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.saved_tensors import save_tensors

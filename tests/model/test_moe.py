@@ -24,7 +24,7 @@ from pipeline_lib.model.lora import add_adapters
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.train.deepspeed import Zero
 from pipeline_lib.train.dist import World, process_group, sum_over_ranks
-from pipeline_lib.train.mesh import portion_of
+from pipeline_lib.train.mesh import batch_share_of
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.strategies import make_strategy
@@ -172,12 +172,10 @@ def losses_and_norms(
     world = World.from_env(environ, device)
     torch.set_num_threads(1)
     with process_group(world, 60):
-        portion = portion_of(world, train)
-        each = -(-len(USED) // portion.groups)
-        blocks = [*make_blocks(), *[empty_block(LENGTH)] * (each * portion.groups - len(USED))]
-        batches = [
-            portion.of(make_batch([block])) for block in blocks[portion.group :: portion.groups]
-        ]
+        share = batch_share_of(world, train)
+        each = -(-len(USED) // share.groups)
+        blocks = [*make_blocks(), *[empty_block(LENGTH)] * (each * share.groups - len(USED))]
+        batches = [share.of(make_batch([block])) for block in blocks[share.group :: share.groups]]
         strategy = make_strategy(world, train, len(batches))
         wrapped = strategy.spread(
             build_trainable(folder, train),

@@ -15,8 +15,9 @@ from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json, write_json
-from pipeline_lib.model.batch import logits_at, make_batch, probe_logits
+from pipeline_lib.model.batch import logits_at, make_batch
 from pipeline_lib.model.build import build_trainable, load_base
+from pipeline_lib.model.probe import probe_logits
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.model.weights import load_weights
 from tests.model.test_streaming import blocks

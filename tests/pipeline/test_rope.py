@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline_lib.core.files import read_json
-from pipeline_lib.evaluate.chat import load_base_of
-from pipeline_lib.model.batch import load_probe
+from pipeline_lib.evaluate.chat_model import load_base_of
+from pipeline_lib.model.probe import load_probe
 from tests.pipeline.conftest import Project
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_processes")]

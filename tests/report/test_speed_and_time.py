@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from pipeline_lib.compare.comparison import measured
-from pipeline_lib.compare.read import Known, Subject
+from pipeline_lib.compare.read import Known
+from pipeline_lib.compare.subjects import Subject
 from pipeline_lib.records.training import Step, read_training
 from pipeline_lib.report.stage import summary_of
 from pipeline_lib.status.progress import finished_numbers

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.core.errors import ConfigError
-from pipeline_lib.slurm import job as slurm_job
-from pipeline_lib.slurm.job import QueuedJob, wait_for_jobs
+from pipeline_lib.slurm import queue
+from pipeline_lib.slurm.queue import QueuedJob, wait_for_jobs
 
 DIGEST = "0123456789abcdef"
 HERE = Path("/work/a")
@@ -45,8 +45,8 @@ def waiting(monkeypatch: pytest.MonkeyPatch, reason: str) -> list[str]:
         "12", "PENDING", reason, "N/A", str(HERE), f"rule_train_stage_wildcards_{DIGEST}"
     )
     answers = iter([[job], []])
-    monkeypatch.setattr(slurm_job, "queued_jobs", lambda: next(answers))
-    monkeypatch.setattr(slurm_job, "_POLL_S", 0.0)
+    monkeypatch.setattr(queue, "queued_jobs", lambda: next(answers))
+    monkeypatch.setattr(queue, "_POLL_S", 0.0)
     said: list[str] = []
     wait_for_jobs({DIGEST: "train demo"}, HERE, said.append)
     return said

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.slurm.job import QueuedJob, of_digest, queued_jobs
+from pipeline_lib.slurm.queue import QueuedJob, of_digest, queued_jobs
 from tests.status.stubs import stub_squeue
 
 LINES = """\

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline_lib.core.errors import Interrupted
-from pipeline_lib.slurm.job import TrainingJob, queue_again, why_not
+from pipeline_lib.slurm.requeue import TrainingJob, queue_again, why_not
 from tests.train.conftest import small_disk
 
 

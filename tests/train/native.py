@@ -18,7 +18,7 @@ from pipeline_lib.model.weights import load_weights
 from pipeline_lib.train.adamw_8bit import is_8bit, values_of
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.native import Native
-from pipeline_lib.train.strategies import STRATEGIES
+from pipeline_lib.train.strategies import STRATEGY_CLASSES
 from tests.train.conftest import Arena
 
 
@@ -80,7 +80,7 @@ def by_hand(
     world = World.from_env(environ, device)
     train = Train.model_validate({"precision": "fp32", **settings})
     with process_group(world, 60):
-        strategy = STRATEGIES[train.strategy](world, train, 1)
+        strategy = STRATEGY_CLASSES[train.strategy](world, train, 1)
         if not isinstance(strategy, Native):
             raise TypeError(f"{train.strategy} is not torch's own")
         folder = arena.store.sealed(arena.model)

@@ -17,7 +17,7 @@ from pipeline_lib.model.weights import load_weights
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.guards import Judgement, Verdict
 from pipeline_lib.train.loop import Batches, learning_rate
-from pipeline_lib.train.mesh import portion_of
+from pipeline_lib.train.mesh import batch_share_of
 from pipeline_lib.train.saved_tensors import save_tensors
 from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.strategies import make_strategy
@@ -62,7 +62,7 @@ def _do(world: World, run: Run) -> dict[str, Any]:
     frozen = frozen_bits(model)
     stepper = Stepper(wrapped, strategy, world, StopRequest())
     batches = Batches(
-        reader, train.seed, BATCH_BLOCKS, train.micro_batch_blocks, portion_of(world, train)
+        reader, train.seed, BATCH_BLOCKS, train.micro_batch_blocks, batch_share_of(world, train)
     )
     stepper.warm_up(batches.of_step(run.first)[0])
     if run.load is not None:

@@ -8,7 +8,7 @@ import pytest
 from pipeline_lib.config.train import Train
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.shard import write_blocks
-from pipeline_lib.model.batch import Portion
+from pipeline_lib.model.batch import BatchShare
 from pipeline_lib.records.data import BlockGroup
 from pipeline_lib.train.loop import Batches
 from tests.train.conftest import BLOCK_TOKENS, make_documents
@@ -25,7 +25,7 @@ def reader(tmp_path: Path) -> BlockReader:
 
 
 def batches_of(reader: BlockReader, ranks: int, micro: int) -> list[Batches]:
-    return [Batches(reader, 7, 8, micro, Portion(rank, ranks)) for rank in range(ranks)]
+    return [Batches(reader, 7, 8, micro, BatchShare(rank, ranks)) for rank in range(ranks)]
 
 
 def rows_of(batches: list[Batches], step: int) -> Rows:

@@ -15,14 +15,15 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import read_json, read_jsonl
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.model.attention import packed_attention
-from pipeline_lib.model.batch import IGNORED, Portion, load_probe, loss_sum, make_batch, read_batch
+from pipeline_lib.model.batch import IGNORED, BatchShare, loss_sum, make_batch, read_batch
 from pipeline_lib.model.build import build_trainable, prepare_layers
 from pipeline_lib.model.context import Part
+from pipeline_lib.model.probe import load_probe
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.traffic import exchanges_of
 from pipeline_lib.train.dist import World, process_group
-from pipeline_lib.train.mesh import portion_of
+from pipeline_lib.train.mesh import batch_share_of
 from tests.model.graphs import compile_without_kernels
 from tests.ranks import run_ranks
 from tests.train.conftest import BLOCK_TOKENS, Arena, make_arena
@@ -66,7 +67,7 @@ def attended_in_parts(environ: Mapping[str, str]) -> Attended:
     """What this rank has of output and gradients, in the cases of as many ranks."""
     world, found = World.from_env(environ, "cpu"), {}
     with process_group(world, 60):
-        part = portion_of(world, Train(context_ranks=world.size)).part
+        part = batch_share_of(world, Train(context_ranks=world.size)).part
         assert part is not None
         for ranks, count, kv_count in CASES:
             for dtype in DTYPES if ranks == world.size else []:
@@ -122,8 +123,8 @@ def test_attention_in_parts_has_the_same_bits(
 def test_parts_of_blocks_are_cut_after_targets_are_made(arena: Arena) -> None:
     """The last token of a part still predicts the next part's first; nothing counts twice."""
     reader = BlockReader(arena.store.sealed(arena.shard) / "train")
-    portions = [Portion(rank // 2, 2, Part(rank % 2, 2, "of no process")) for rank in range(4)]
-    found = [list(portion.batches(reader, np.arange(8), 2)) for portion in portions]
+    shares = [BatchShare(rank // 2, 2, Part(rank % 2, 2, "of no process")) for rank in range(4)]
+    found = [list(share.batches(reader, np.arange(8), 2)) for share in shares]
     crossing = 0
     for first, second in ((0, 1), (2, 3)):
         for left, right in zip(found[first], found[second], strict=True):
@@ -165,7 +166,7 @@ def layers_in_parts(
     torch.set_num_threads(1)
     found = []
     with process_group(world, 60):
-        portion = portion_of(world, Train(context_ranks=world.size))
+        share = batch_share_of(world, Train(context_ranks=world.size))
         folder = arena.store.sealed(arena.model)
         reader = BlockReader(arena.store.sealed(arena.shard) / "train")
         for variant in variants:
@@ -174,7 +175,7 @@ def layers_in_parts(
             prepare_layers(model, settings)
             load_weights(model, folder, world.device, settings.seed)
             with torch.autocast("cpu", torch.bfloat16, enabled=settings.precision == "bf16"):
-                loss = loss_sum(model, portion.of(make_batch([reader[0], reader[1]])))
+                loss = loss_sum(model, share.of(make_batch([reader[0], reader[1]])))
             loss.backward()  # type: ignore[no-untyped-call]
             sums = [
                 loss.detach(),

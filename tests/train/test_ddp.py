@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline_lib.train.strategy import FIRST, balanced
+from pipeline_lib.train.keepers import balanced
+from pipeline_lib.train.loss_scale import FIRST
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.helpers import assert_same_result, digest_of, losses, train, train_until_killed

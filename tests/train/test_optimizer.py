@@ -17,6 +17,7 @@ from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.train import native as native_module
 from pipeline_lib.train.adamw_8bit import is_8bit, take_values, values_of
 from pipeline_lib.train.dist import World, process_group
+from pipeline_lib.train.keepers import grouped
 from pipeline_lib.train.native import Native
 from pipeline_lib.train.optimizer import (
     make_optimizer,
@@ -26,7 +27,6 @@ from pipeline_lib.train.optimizer import (
     update,
     zero_moments,
 )
-from pipeline_lib.train.strategy import grouped
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.native import by_hand, same, state_of

@@ -9,7 +9,8 @@ import torch
 
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.data.blocks import BlockReader
-from pipeline_lib.model.batch import Batch, Portion, Prefetcher
+from pipeline_lib.model.batch import Batch, BatchShare
+from pipeline_lib.model.prefetch import Prefetcher
 from pipeline_lib.train.loop import Batches
 from tests.train.conftest import Arena
 
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 
 def batches_of(arena: Arena) -> Batches:
     reader = BlockReader(arena.store.sealed(arena.shard) / "train")
-    return Batches(reader, 0, 8, 2, Portion(0, 2))
+    return Batches(reader, 0, 8, 2, BatchShare(0, 2))
 
 
 def equal(one: list[Batch], other: list[Batch]) -> bool:

@@ -5,7 +5,7 @@ import pytest
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.events import EventName
 from pipeline_lib.plan.saving import auto_apart_s, slow_saves
-from pipeline_lib.train.saving_pace import tell_of_slow_saves
+from pipeline_lib.train.saving_pace import warn_of_slow_saves
 
 GB = 10**9
 EPOCH_STEPS = 1000
@@ -66,7 +66,7 @@ def test_a_training_that_waits_while_it_saves_needs_ten_times_as_long_between() 
 @pytest.mark.parametrize(("save_s", "times"), [(67.0, 1), (1.0, 0)])
 def test_it_is_said_once_and_only_of_a_slow_disk(save_s: float, times: int) -> None:
     lines: list[str] = []
-    observe = tell_of_slow_saves(lines.append, train_of(3), EPOCH_STEPS)
+    observe = warn_of_slow_saves(lines.append, train_of(3), EPOCH_STEPS)
     for step in range(1, 10):
         observe(EventName.STEP_END, {"step": step, "step_s": 0.2})
         if step % 3 == 0:

@@ -151,7 +151,7 @@ def test_a_rank_that_ends_does_not_wait_for_its_buffers(
         buffers,
     )
     with pytest.raises(RuntimeError) if has_failed else nullcontext(), saver:
-        saver.tell()
+        saver.emit_completed()
         if has_failed:
             raise RuntimeError("out of memory")
     buffers._pool.shutdown()  # Python waits for its thread before a process ends
@@ -231,7 +231,7 @@ def save_while_training(environ: Mapping[str, str], folder: Path) -> dict[str, A
             for tensor in (weight, part.to_local()):
                 if tensor is not None:
                     tensor.fill_(step)
-            saver.tell()
+            saver.emit_completed()
             saver.wait()
             mine = {"weights.part": part} | ({} if weight is None else {"weights.whole": weight})
             copied = saver.copies(mine.items())

@@ -20,8 +20,9 @@ from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.documents import prompt_length
 from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.launch.stage import warning_of_lost_best
-from pipeline_lib.model.batch import load_probe, make_batch, probe_logits, token_losses
+from pipeline_lib.model.batch import make_batch, token_losses
 from pipeline_lib.model.build import load_base
+from pipeline_lib.model.probe import load_probe, probe_logits
 from pipeline_lib.records.training import read_training
 from pipeline_lib.train.checkpoint import read_state
 from pipeline_lib.train.optimizer import trainable

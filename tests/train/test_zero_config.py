@@ -9,7 +9,7 @@ import pytest
 from pipeline_lib.config.deepspeed_json import json_problems, read_deepspeed_json
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError
-from pipeline_lib.train.deepspeed import zero_config
+from pipeline_lib.train.deepspeed_config import zero_config
 
 
 def written(folder: Path, value: Any) -> Path:

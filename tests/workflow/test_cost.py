@@ -9,7 +9,7 @@ import pytest
 
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.run_record import RunRecord
-from pipeline_lib.workflow.rehearsal import Cost
+from pipeline_lib.workflow.cost import Cost
 from tests.complete import plan_document
 
 SAVED: list[dict[str, Any]] = [
