@@ -166,6 +166,7 @@ def _checked(
     places = {keys: f"line {line}" for keys, line in variant.lines.items()}
     for setting in overrides.settings:
         problems += _override(variant.value, places, overrides.flag, setting)
+    problems += _repeated(overrides)
     if overrides.in_names and not problems:
         name_by(variant.value, variant.tag, overrides.settings)
     try:
@@ -209,6 +210,20 @@ def _config_of(value: Any) -> Config:
         if not is_changed:
             raise
     return _validated(value)
+
+
+def _repeated(overrides: Overrides) -> list[str]:
+    """Return a problem for each key that is given more than once, of which the last would count."""
+    values: dict[str, list[str]] = {}
+    for setting in overrides.settings:
+        key, _, value = setting.partition("=")
+        values.setdefault(key, []).append(value)
+    return [
+        f"{overrides.flag} {key}: given {len(given)} times ({' and '.join(given)}); give it once, "
+        "and ask again for the other"
+        for key, given in values.items()
+        if len(given) > 1
+    ]
 
 
 def _override(root: Any, places: dict[Keys, str], flag: str, setting: str) -> list[str]:
@@ -364,6 +379,8 @@ def _in_file(loc: tuple[str | int, ...]) -> tuple[Keys, list[str]]:
         chosen = [section for section in here if len(here) > 1 and part in _sources_of(section)]
         if chosen:
             here = chosen
+        elif part in ("str", *(section.__name__ for section in here)):
+            continue
         elif here or isinstance(part, int):
             keys = (*keys, part)
             beside = here

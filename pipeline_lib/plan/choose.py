@@ -15,7 +15,8 @@ from pipeline_lib.core import units
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import from_gigabytes, gib, gigabytes
 from pipeline_lib.plan.context import allowed_counts, sharing_counts
-from pipeline_lib.plan.machine import Machine, find_gpu, gpu_names
+from pipeline_lib.plan.gpus import find_gpu, gpu_names
+from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.near import NearMiss
 from pipeline_lib.plan.predict import (
     Prediction,

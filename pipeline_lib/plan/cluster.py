@@ -3,11 +3,10 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from pipeline_lib.config.content import measured_content
-from pipeline_lib.config.schema import Cluster, Config
+from pipeline_lib.config.schema import Cluster, Config, GpuSheet
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.text import cut
 from pipeline_lib.core.units import (
@@ -16,17 +15,8 @@ from pipeline_lib.core.units import (
     from_gigabytes,
     from_teraflops,
 )
-from pipeline_lib.plan.machine import (
-    Gpu,
-    Machine,
-    MeasuredPart,
-    Pass,
-    Speeds,
-    attention_share,
-    find_gpu,
-    gpu_names,
-    name_words,
-)
+from pipeline_lib.plan.gpus import Gpu, described, find_gpu, name_words, near_names
+from pipeline_lib.plan.machine import Machine, MeasuredPart, Pass, Speeds, attention_share
 from pipeline_lib.records.plan import Rate
 
 # cluster.json: what `qwen3 calibrate CONFIG` measured on the machines that will
@@ -267,6 +257,7 @@ _HOPPER_HOST_BAND = 0.4
 _DISK_GBYTE_S, _DISK_BAND = 1.0, 2.0
 _GIVEN_BAND = 0.1
 _NO_LINK = "there is no such link"
+_SHEET = "`gpu: {name: ..., memory_gb: ..., bf16_tflops: ..., memory_gb_s: ..., link_gb_s: ...}`"
 _IN_NODE = {"bytes_s": "in_node_bytes_s", "latency_s": "in_node_latency_s"}
 # One CPU thread, and the links within a node of CPU ranks.
 _CPU_TFLOP_S, _CPU_ATTENTION_TFLOP_S = 0.04, 0.02
@@ -363,12 +354,13 @@ def _gpu(cluster: Cluster, measured: Measured | None) -> Gpu | None:
         return None
     if cluster.gpu is None:
         return find_gpu(measured_name or "")
+    if isinstance(cluster.gpu, GpuSheet):
+        return described(cluster.gpu)
     found = find_gpu(cluster.gpu)
     if measured_name is not None:
         of_measured = find_gpu(measured_name)
-        if not (
-            name_words(cluster.gpu) <= name_words(measured_name) or (found and found == of_measured)
-        ):
+        is_same = found is not None and found == of_measured
+        if not (is_same or name_words(cluster.gpu) <= name_words(measured_name)):
             text = (
                 f"cluster.gpu: {cluster.gpu!r}, and cluster.measured was measured on "
                 f"{measured_name!r}"
@@ -376,29 +368,12 @@ def _gpu(cluster: Cluster, measured: Measured | None) -> Gpu | None:
             raise _error(f"{text}; remove one of the two, or {AGAIN} on the GPUs that will train")
         return of_measured or found
     if found is None:
-        text = f"cluster.gpu: {cluster.gpu!r} is not known; {_near(cluster.gpu)}"
+        text = f"cluster.gpu: {cluster.gpu!r} is not known; {near_names(cluster.gpu)}"
         raise _error(
-            f"{text}. Of any other, `qwen3 calibrate CONFIG` measures what cluster.measured names"
+            f"{text}. Describe any other as {_SHEET}, or let `qwen3 calibrate CONFIG` measure what "
+            "cluster.measured names"
         )
     return found
-
-
-def _near(name: str) -> str:
-    words = name_words(name) - {"rtx", "sxm", "pcie"}
-    same = [
-        known
-        for known in gpu_names()
-        if words & {word for word in name_words(known) if not word.endswith("gb")}
-    ]
-    by_lower = {known.lower(): known for known in gpu_names()}
-    close = same or [
-        by_lower[known] for known in get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
-    ]
-    return (
-        f"did you mean one of {', '.join(close)}"
-        if close
-        else f"known are {', '.join(gpu_names())}"
-    )
 
 
 def _catalogue(gpu: Gpu | None, precision: str, attention: str, threads: int) -> dict[str, Rate]:

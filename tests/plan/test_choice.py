@@ -113,10 +113,10 @@ def test_the_fastest_way_that_lacks_little_is_told_with_what_it_lacks() -> None:
     found = chosen("Qwen3-30B-A3B", ("rtx 4090", 1, 8), "lora")
     assert found is not None and found[0].near is not None
     (choice, setting), near = found, found[0].near
-    assert near.way.step_s.value * 2 < choice.chosen.step_s.value
+    assert near.way.step_s.value * 1.02 < choice.chosen.step_s.value
     assert (near.gpu_bytes, near.is_margin) == (0, False)
-    assert near.host_bytes == host_bytes_of_node(near.way.memory, setting.machine) - 64 * 10**9
-    enough = replace(setting.machine, host_memory_bytes=near.host_bytes + 64 * 10**9)
+    assert near.host_bytes == host_bytes_of_node(near.way.memory, setting.machine) - 256 * 10**9
+    enough = replace(setting.machine, host_memory_bytes=near.host_bytes + 256 * 10**9)
     assert replace(setting, machine=enough).predict(near.way.train).fits
 
     kept = {"strategy": "fsdp", "offload": "none", "offload_activations": False}

@@ -9,16 +9,8 @@ from pipeline_lib.calibrate.report import NAMES as MEASURABLE
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.plan.cluster import Measured, machine_of
-from pipeline_lib.plan.machine import (
-    COSTS,
-    End,
-    Machine,
-    MeasuredPart,
-    Pass,
-    Speeds,
-    find_gpu,
-    gpu_names,
-)
+from pipeline_lib.plan.gpus import find_gpu, gpu_names
+from pipeline_lib.plan.machine import COSTS, End, Machine, MeasuredPart, Pass, Speeds
 from pipeline_lib.records.plan import Rate
 
 NAMES = {field.name for field in dataclasses.fields(Speeds)}
@@ -167,7 +159,7 @@ def test_gpus_that_nothing_is_known_of_are_no_machine() -> None:
             "a100 24gb",
             "did you mean one of A100 80GB PCIe, A100 80GB SXM, A100 40GB PCIe, A100 40GB SXM\\.",
         ),
-        ("xyz", "known are B200"),
+        ("xyz", "known are B300, GB200, B200"),
     ],
 )
 def test_an_unknown_gpu_is_refused_with_near_names(gpu: str, near: str) -> None:

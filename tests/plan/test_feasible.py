@@ -21,7 +21,8 @@ from pipeline_lib.plan.choose import (
     what_would_fit,
 )
 from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.machine import Machine, find_gpu
+from pipeline_lib.plan.gpus import find_gpu
+from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.remedies import Load, remedies
 from pipeline_lib.plan.search import Setting, groups
 from pipeline_lib.records.plan import Workload

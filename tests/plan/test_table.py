@@ -634,7 +634,7 @@ def test_the_near_miss_stands_below_the_reason_and_in_the_plan() -> None:
     near = planned("Qwen/Qwen3-30B-A3B", 4096, cluster, **settings).content
     text = " ".join(render(near).split())
     assert re.search(
-        r"near miss .* times as fast; a node needs [\d.]+ GB of host memory, and 64.00 GB are assumed",
+        r"near miss .* times as fast; a node needs [\d.]+ GB of host memory, and 256.00 GB are assumed",
         text,
     )
     assert text.index("TIME ") < text.index("verdict ") < text.index("near miss ")
