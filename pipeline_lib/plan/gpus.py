@@ -58,6 +58,14 @@ class Gpu:
         """Whether it has the architecture of cuDNN's attention kernel (model/attention.py)."""
         return self.capability == _HOPPER
 
+    @property
+    def is_geforce(self) -> bool:
+        """Whether it is a card of desktops, whose products in half precision are summed at half rate.
+
+        Of these the peak of half precision is twice that of plain fp32, of all others more.
+        """
+        return self.name.startswith("RTX") and self.half_flop_s < 2.5 * self.fp32_flop_s
+
     def computes_in(self, precision: str) -> bool:
         """Return whether the GPU computes products in `bf16`, `fp8`, `fp16` or `fp32`."""
         return self.capability >= _LEAST_CAPABILITY.get(precision, 0.0)
@@ -231,228 +239,59 @@ def _gpu(
 
 
 # The first entry whose words are all in the name matches: special models stand before the plain
-# one.
+# one. GeForce cards sum in fp32 at half rate, and their sheets give the other; peaks of fp8 and fp4
+# in sheets are sparse, so 1457 / 4 is a quarter of that for fp8. A800 and H800 have A100's and
+# H100's figures and slower links; NVIDIA's partners tell those of cards without a public sheet.
 _CATALOGUE: tuple[tuple[frozenset[str], Gpu], ...] = (
-    _gpu(
-        "b300",
-        "B300",
-        10.3,
-        (244.5, 2250, 75, 8000),
-        _NVLINK_5,
-        "HGX B300 data sheet, an eighth of the board's figures",
-    ),
-    _gpu(
-        "gb200",
-        "GB200",
-        10.0,
-        (173.2, 2500, 80, 8000),
-        _NVLINK_5,
-        "GB200 NVL72 data sheet, a 72nd of the rack's figures",
-    ),
-    _gpu(
-        "b200",
-        "B200",
-        10.0,
-        (178.3, 2250, 75, 8000),
-        _NVLINK_5,
-        "HGX B200 data sheet, an eighth of the board's figures",
-    ),
+    _gpu("b300", "B300", 10.3, (244.5, 2250, 75, 8000), _NVLINK_5, "HGX B300 sheet / 8"),
+    _gpu("gb200", "GB200", 10.0, (173.2, 2500, 80, 8000), _NVLINK_5, "GB200 NVL72 sheet / 72"),
+    _gpu("b200", "B200", 10.0, (178.3, 2250, 75, 8000), _NVLINK_5, "HGX B200 sheet / 8"),
     _gpu("h200 nvl", "H200 NVL", 9.0, (139.8, 835.5, 60, 4800), _PCIE_5, "H200 data sheet"),
     _gpu("h200", "H200", 9.0, (139.8, 989.4, 67, 4800), _NVLINK_4, "H200 data sheet"),
     _gpu(
-        "gh200 144gb",
-        "GH200 144GB",
-        9.0,
-        (139.8, 989.4, 67, 4900),
-        _NVLINK_4,
-        "GH200 data sheet, with HBM3e",
+        "gh200 144gb", "GH200 144GB", 9.0, (139.8, 989.4, 67, 4900), _NVLINK_4, "GH200 data sheet"
     ),
-    _gpu("gh200", "GH200", 9.0, (94.5, 989.4, 67, 4000), _NVLINK_4, "GH200 data sheet, with HBM3"),
+    _gpu("gh200", "GH200", 9.0, (94.5, 989.4, 67, 4000), _NVLINK_4, "GH200 data sheet"),
     _gpu("h100 nvl", "H100 NVL", 9.0, (93.0, 835.5, 60, 3900), _PCIE_5, "H100 data sheet"),
     _gpu("h100 pcie", "H100 PCIe", 9.0, (79.1, 756.5, 51, 2000), _PCIE_5, "H100 data sheet"),
     _gpu("h100", "H100 SXM", 9.0, (79.1, 989.4, 67, 3350), _NVLINK_4, "H100 data sheet"),
-    _gpu(
-        "h800 pcie",
-        "H800 PCIe",
-        9.0,
-        (79.1, 756.5, 51, 2000),
-        _PCIE_5,
-        "H100 data sheet; has slower NVLink",
-    ),
-    _gpu(
-        "h800",
-        "H800 SXM",
-        9.0,
-        (79.1, 989.4, 67, 3350),
-        _NVLINK_CUT,
-        "H100 data sheet; has slower NVLink",
-    ),
-    _gpu(
-        "h20 3e",
-        "H20-3e",
-        9.0,
-        (139.8, 148, 44, 4800),
-        _NVLINK_4,
-        "NVIDIA's partners; it has no public data sheet",
-    ),
-    _gpu(
-        "h20",
-        "H20",
-        9.0,
-        (95.0, 148, 44, 4000),
-        _NVLINK_4,
-        "NVIDIA's partners; it has no public data sheet",
-    ),
+    _gpu("h800 pcie", "H800 PCIe", 9.0, (79.1, 756.5, 51, 2000), _PCIE_5, "H100 data sheet"),
+    _gpu("h800", "H800 SXM", 9.0, (79.1, 989.4, 67, 3350), _NVLINK_CUT, "H100 data sheet"),
+    _gpu("h20 3e", "H20-3e", 9.0, (139.8, 148, 44, 4800), _NVLINK_4, "NVIDIA's partners"),
+    _gpu("h20", "H20", 9.0, (95.0, 148, 44, 4000), _NVLINK_4, "NVIDIA's partners"),
     _gpu(
         "a100 80gb pcie", "A100 80GB PCIe", 8.0, (79.1, 312, 19.5, 1935), _PCIE_4, "A100 data sheet"
     ),
     _gpu("a100 80gb", "A100 80GB SXM", 8.0, (79.1, 312, 19.5, 2039), _NVLINK_3, "A100 data sheet"),
     _gpu("a100 pcie", "A100 40GB PCIe", 8.0, (39.4, 312, 19.5, 1555), _PCIE_4, "A100 data sheet"),
     _gpu("a100", "A100 40GB SXM", 8.0, (39.4, 312, 19.5, 1555), _NVLINK_3, "A100 data sheet"),
-    _gpu(
-        "a800 pcie",
-        "A800 80GB PCIe",
-        8.0,
-        (79.1, 312, 19.5, 1935),
-        _PCIE_4,
-        "A100 data sheet; has slower NVLink",
-    ),
-    _gpu(
-        "a800",
-        "A800 80GB SXM",
-        8.0,
-        (79.1, 312, 19.5, 2039),
-        _NVLINK_CUT,
-        "A100 data sheet; has slower NVLink",
-    ),
+    _gpu("a800 pcie", "A800 80GB PCIe", 8.0, (79.1, 312, 19.5, 1935), _PCIE_4, "A100 data sheet"),
+    _gpu("a800", "A800 80GB SXM", 8.0, (79.1, 312, 19.5, 2039), _NVLINK_CUT, "A100 data sheet"),
     _gpu("a40", "A40", 8.6, (44.4, 149.7, 37.4, 696), _PCIE_4, "A40 data sheet"),
     _gpu("a30", "A30", 8.0, (23.5, 165, 10.3, 933), _PCIE_4, "A30 data sheet"),
     _gpu("a10", "A10", 8.6, (22.0, 125, 31.2, 600), _PCIE_A10, "A10 data sheet"),
-    _gpu(
-        "a10g",
-        "A10G",
-        8.6,
-        (22.0, 70, 31.5, 600),
-        _PCIE_NO_P2P,
-        "A10G data sheet: the model that AWS has",
-    ),
+    _gpu("a10g", "A10G", 8.6, (22.0, 70, 31.5, 600), _PCIE_NO_P2P, "A10G data sheet"),
     _gpu("a5000", "RTX A5000", 8.6, (23.5, 111.1, 27.8, 768), _PCIE_4, "RTX A5000 data sheet"),
     _gpu("a6000", "RTX A6000", 8.6, (47.4, 154.8, 38.7, 768), _PCIE_4, "RTX A6000 data sheet"),
-    _gpu(
-        "6000 ada",
-        "RTX 6000 Ada",
-        8.9,
-        (47.3, 364.2, 91.1, 960),
-        _PCIE_4,
-        "RTX 6000 Ada data sheet: a quarter of 1457 in fp8, sparse",
-    ),
-    _gpu(
-        "pro 6000",
-        "RTX PRO 6000",
-        12.0,
-        (94.5, 500, 125, 1792),
-        _PCIE_5,
-        "RTX PRO 6000 Blackwell data sheet: an eighth of 4000 in fp4, sparse",
-    ),
+    _gpu("6000 ada", "RTX 6000 Ada", 8.9, (47.3, 364.2, 91.1, 960), _PCIE_4, "its sheet: 1457 / 4"),
+    _gpu("pro 6000", "RTX PRO 6000", 12.0, (94.5, 500, 125, 1792), _PCIE_5, "its sheet: 4000 / 8"),
     _gpu("l40s", "L40S", 8.9, (44.4, 362.05, 91.6, 864), _PCIE_4, "L40S data sheet"),
     _gpu("l40", "L40", 8.9, (44.4, 181.05, 90.5, 864), _PCIE_4, "L40 data sheet"),
-    _gpu(
-        "l20",
-        "L20",
-        8.9,
-        (44.4, 119.5, 59.8, 864),
-        _PCIE_4,
-        "NVIDIA's partners; it has no public data sheet",
-    ),
+    _gpu("l20", "L20", 8.9, (44.4, 119.5, 59.8, 864), _PCIE_4, "NVIDIA's partners"),
     _gpu("l4", "L4", 8.9, (22.0, 121, 30.3, 300), _PCIE_NO_P2P, "L4 data sheet"),
+    _gpu("3090 ti", "RTX 3090 Ti", 8.6, (23.5, 80, 40, 1008), _PCIE_NO_P2P, "GA102 white paper"),
+    _gpu("3090", "RTX 3090", 8.6, (23.5, 71.2, 35.6, 936), _PCIE_NO_P2P, "GA102 white paper"),
+    _gpu("3060 ti", "RTX 3060 Ti", 8.6, (7.7, 32.4, 16.2, 448), _PCIE_NO_P2P, "cores and clock"),
+    _gpu("3060", "RTX 3060", 8.6, (11.7, 25.5, 12.7, 360), _PCIE_NO_P2P, "cores and clock"),
+    _gpu("3080", "RTX 3080", 8.6, (9.7, 59.5, 29.8, 760), _PCIE_NO_P2P, "GA102 white paper"),
+    _gpu("4070 ti", "RTX 4070 Ti", 8.9, (11.6, 80.2, 40.1, 504), _PCIE_NO_P2P, "cores and clock"),
+    _gpu("5080", "RTX 5080", 12.0, (15.4, 112.6, 56.3, 960), _PCIE_NO_P2P, "its sheet: 1801 / 16"),
+    _gpu("4080", "RTX 4080", 8.9, (15.7, 97.5, 48.7, 717), _PCIE_NO_P2P, "AD103 white paper"),
     _gpu(
-        "3090 ti",
-        "RTX 3090 Ti",
-        8.6,
-        (23.5, 80, 40, 1008),
-        _PCIE_NO_P2P,
-        "GA102 white paper, summed in fp32",
+        "4090 d", "RTX 4090 D", 8.9, (23.5, 147.1, 73.5, 1008), _PCIE_NO_P2P, "AD102, fewer cores"
     ),
-    _gpu(
-        "3090",
-        "RTX 3090",
-        8.6,
-        (23.5, 71.2, 35.6, 936),
-        _PCIE_NO_P2P,
-        "GA102 white paper, summed in fp32",
-    ),
-    _gpu(
-        "3060 ti",
-        "RTX 3060 Ti",
-        8.6,
-        (7.7, 32.4, 16.2, 448),
-        _PCIE_NO_P2P,
-        "its cores and clock, summed in fp32",
-    ),
-    _gpu(
-        "3060",
-        "RTX 3060",
-        8.6,
-        (11.7, 25.5, 12.7, 360),
-        _PCIE_NO_P2P,
-        "its cores and clock, summed in fp32",
-    ),
-    _gpu(
-        "3080",
-        "RTX 3080",
-        8.6,
-        (9.7, 59.5, 29.8, 760),
-        _PCIE_NO_P2P,
-        "GA102 white paper, summed in fp32; the board of 10 GB",
-    ),
-    _gpu(
-        "4070 ti",
-        "RTX 4070 Ti",
-        8.9,
-        (11.6, 80.2, 40.1, 504),
-        _PCIE_NO_P2P,
-        "AD104 by its cores and clock, summed in fp32",
-    ),
-    _gpu(
-        "5080",
-        "RTX 5080",
-        12.0,
-        (15.4, 112.6, 56.3, 960),
-        _PCIE_NO_P2P,
-        "its data sheet, summed in fp32: a 16th of 1801 in fp4, sparse",
-    ),
-    _gpu(
-        "4080",
-        "RTX 4080",
-        8.9,
-        (15.7, 97.5, 48.7, 717),
-        _PCIE_NO_P2P,
-        "AD103 white paper, summed in fp32",
-    ),
-    _gpu(
-        "4090 d",
-        "RTX 4090 D",
-        8.9,
-        (23.5, 147.1, 73.5, 1008),
-        _PCIE_NO_P2P,
-        "AD102 white paper, by its fewer cores",
-    ),
-    _gpu(
-        "4090",
-        "RTX 4090",
-        8.9,
-        (23.5, 165.2, 82.6, 1008),
-        _PCIE_NO_P2P,
-        "AD102 white paper, summed in fp32",
-    ),
-    _gpu(
-        "5090",
-        "RTX 5090",
-        12.0,
-        (31.3, 209.5, 104.8, 1792),
-        _PCIE_NO_P2P,
-        "GB202 white paper, summed in fp32",
-    ),
+    _gpu("4090", "RTX 4090", 8.9, (23.5, 165.2, 82.6, 1008), _PCIE_NO_P2P, "AD102 white paper"),
+    _gpu("5090", "RTX 5090", 12.0, (31.3, 209.5, 104.8, 1792), _PCIE_NO_P2P, "GB202 white paper"),
     _gpu(
         "v100 pcie 32gb",
         "V100 32GB PCIe",

@@ -127,7 +127,7 @@ def test_a_gpu_is_described_by_hand() -> None:
     assert machine.peak_flop_s == 200e12
     assert machine.rates["in_node_bytes_s"].value == 25e9
     assert machine.rates["memory_bytes_s"].value < 900e9
-    assert machine.rates["matmul_flop_s"].source == "catalogue: B40"
+    assert machine.rates["matmul_flop_s"].source == "catalogue: B40, guessed from its data sheet"
     assert given.gpu_name == "B40"
     with pytest.raises(ValidationError, match="memory_gb"):
         Cluster.model_validate({"gpus_per_node": 1, "gpu": {"name": "B40"}})
