@@ -29,7 +29,7 @@ from benchmarks.kernels.report import gradients, random
 from pipeline_lib.arch.geometry import Delta
 from pipeline_lib.model import delta
 from pipeline_lib.model.delta import convolved, delta_rule, positions_of
-from pipeline_lib.plan.machine import find_gpu
+from pipeline_lib.plan.gpus import find_gpu
 
 KERNEL = 4  # tokens that the convolution sees
 REPETITIONS = 3

@@ -33,7 +33,7 @@ from benchmarks.train.cases import LORA
 from pipeline_lib.core.stage import Job, run_stage
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.units import GIGA
-from pipeline_lib.plan.memory import SNAKEMAKE_BYTES, HostNeed, host_need_of_plan
+from pipeline_lib.plan.host import SNAKEMAKE_BYTES, HostNeed, host_need_of_plan
 from pipeline_lib.plan.stage import run as make_plan
 from pipeline_lib.slurm.sizing import sealed_plan
 

@@ -37,7 +37,8 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.model.attention import packed_attention
-from pipeline_lib.plan.machine import Ranks, peak_flops
+from pipeline_lib.plan.gpus import peak_flops
+from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import predict
 from pipeline_lib.train.dist import World, process_group
 

@@ -12,10 +12,11 @@ from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.calibrate.fits import rate_of
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import Train
+from pipeline_lib.plan.case import Case as PlanCase
+from pipeline_lib.plan.choose import best_way
 from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.passes import shape_of
 from pipeline_lib.plan.predict import Prediction
-from pipeline_lib.plan.search import Setting
 from pipeline_lib.records.plan import Rate
 
 LONG_STEP_S = 3.0  # one of these is enough: the network decides, and it is steady
@@ -160,9 +161,8 @@ class Bench:
         geometry = geometry_in(config_json(self.size, self.config))
         workload = workload_of(self.block_tokens, blocks, machine.ranks)
         machine = known_layers(machine, geometry)
-        return Setting(geometry, machine, workload, blocks * machine.ranks, None).predict(
-            self.train(strategy)
-        )
+        train = self.train(strategy)
+        return best_way(PlanCase(geometry, train, machine, workload, blocks * machine.ranks))
 
     def cases(
         self, predicted: Mapping[Key, Prediction], gbits: Sequence[float | None]

@@ -30,12 +30,12 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.files import read_json, write_json, write_text
 from pipeline_lib.model.batch import Batch
-from pipeline_lib.plan.choose import choose
+from pipeline_lib.plan.case import Case as PlanCase
+from pipeline_lib.plan.choose import best_way, choose
 from pipeline_lib.plan.cluster import machine_of, read_measured
 from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.passes import shape_of
 from pipeline_lib.plan.predict import Prediction
-from pipeline_lib.plan.search import Setting
 from pipeline_lib.records.plan import Workload
 from pipeline_lib.records.record import to_json
 
@@ -112,14 +112,17 @@ class Bench:
     measured: tuple[Path, ...]
     steps: int
 
-    def setting(self, size: str, method: str) -> Setting:
+    def setting(self, size: str, method: str) -> PlanCase:
         """The plan's question on models of that size, on this machine as measured with one."""
         geometry = geometry_in(config_json(size))
         machine = machine_for(1, self.ranks, self.gpu, measured_of(self.measured, geometry, method))
         workload = workload_of(
             BLOCK_TOKENS.get(size, USUAL_BLOCK_TOKENS), blocks_of_rank(size), self.ranks
         )
-        return Setting(geometry, machine, workload, blocks_of_rank(size) * self.ranks, None)
+        blocks = blocks_of_rank(size) * self.ranks
+        train = train_of("auto", method, 1, "none")
+        has_deepspeed = find_spec("deepspeed") is not None
+        return PlanCase(geometry, train, machine, workload, blocks, has_deepspeed=has_deepspeed)
 
     def case(self, size: str, train: Train, prediction: Prediction, turn: int) -> Case:
         """One case."""
@@ -143,17 +146,14 @@ class Bench:
                 train = train_of(way.strategy, way.method, way.micro, way.recompute)
                 if (
                     blocks_of_rank(size) % way.micro == 0
-                    and (prediction := setting.predict(train)).fits
+                    and (prediction := best_way(setting.by(train))).fits
                 ):
                     found.append(self.case(size, train, prediction, way.turn))
         return found
 
     def chosen(self, size: str, method: str) -> Case:
         """What `strategy: auto` takes for that group, of all there is."""
-        setting = self.setting(size, method)
-        choice = choose(
-            setting, train_of("auto", method, 1, "none"), (), find_spec("deepspeed") is not None
-        )
+        choice = choose(self.setting(size, method))
         return self.case(size, choice.chosen.train, choice.chosen, 1)
 
 

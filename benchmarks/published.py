@@ -40,9 +40,9 @@ from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import GIB, from_gigabytes
+from pipeline_lib.plan.case import Case
 from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.predict import Prediction
-from pipeline_lib.plan.search import Setting
+from pipeline_lib.plan.predict import Prediction, predict_step
 from pipeline_lib.records.plan import Figure, Workload
 
 ROWS = Path(__file__).with_name("published.jsonl")
@@ -147,7 +147,7 @@ def geometry_of(row: Row) -> Geometry:
     )
 
 
-def setting_of(row: Row, engine: Engine) -> Setting:
+def case_of(row: Row, train: Train, engine: Engine) -> Case:
     """The model, the catalogue's machine, and whole sequences as documents, all supervised."""
     per_node, link = row["gpus_per_node"], row["internode_gbit_s"]
     nodes = row["gpus"] // per_node
@@ -168,13 +168,8 @@ def setting_of(row: Row, engine: Engine) -> Setting:
         machine = machine.with_rate(name, factor * machine.rates[name].value)
     tokens = row["sequence_tokens"]
     workload = Workload(tokens, 1.0, 1.0, float(tokens), None, None)
-    return Setting(
-        geometry_of(row),
-        machine,
-        workload,
-        row["micro_batch"] * row["accumulation"] * row["gpus"],
-        None,
-    )
+    blocks = row["micro_batch"] * row["accumulation"] * row["gpus"]
+    return Case(geometry_of(row), train, machine, workload, blocks)
 
 
 def plan(row: Row, engine: Engine = OURS) -> Planned | None:
@@ -221,7 +216,7 @@ def _predicted(row: Row, recompute: str, engine: Engine) -> Prediction:
         "offload_activations": False,
         "save_async": False,
     }
-    return setting_of(row, engine).predict(Train.model_validate(settings))
+    return predict_step(case_of(row, Train.model_validate(settings), engine))
 
 
 def _between(first: float, second: float, share: float) -> float:

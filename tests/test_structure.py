@@ -226,11 +226,14 @@ def test_compiling_a_config_loads_nothing_heavy() -> None:
 
 
 def test_looking_whether_a_run_is_possible_loads_nothing_heavy() -> None:
-    """Every call of snakemake does it, and a plan is possible without training packages."""
+    """Every call of snakemake does it, and a plan is possible without training packages.
+
+    It counts all ways to train as arrays: numpy takes a tenth of a second.
+    """
     loaded = loaded_by(["pipeline_lib.plan.preflight"])
 
     assert "pydantic" in loaded
-    assert not loaded & set(HEAVY)
+    assert not loaded & (set(HEAVY) - {"numpy"})
 
 
 def test_the_command_line_starts_without_anything_heavy() -> None:

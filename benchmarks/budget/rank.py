@@ -27,7 +27,7 @@ from pipeline_lib.core.files import read_json
 from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.model.batch import Batch
 from pipeline_lib.model.loss import LossHead
-from pipeline_lib.plan.machine import peak_flops
+from pipeline_lib.plan.gpus import peak_flops
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.step import Stepper
 

@@ -28,7 +28,7 @@ from benchmarks.kernels.summary import rows_of, summarise
 from benchmarks.kernels.update import measure_update
 from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.core.files import write_json
-from pipeline_lib.plan.machine import Gpu, find_gpu
+from pipeline_lib.plan.gpus import Gpu, find_gpu
 from pipeline_lib.train.dist import World, process_group
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}

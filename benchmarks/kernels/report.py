@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.kernels.clock import Call, Clock, sets_for
 from pipeline_lib.arch.geometry import Geometry
-from pipeline_lib.plan.machine import Gpu
+from pipeline_lib.plan.gpus import Gpu
 
 
 @dataclass(frozen=True)

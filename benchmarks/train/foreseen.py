@@ -19,8 +19,9 @@ from benchmarks.train.ours import batches_of
 from pipeline_lib.arch.families import geometry_in
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.units import GIB
+from pipeline_lib.plan.case import Case as PlanCase
+from pipeline_lib.plan.choose import best_way
 from pipeline_lib.plan.predict import Prediction
-from pipeline_lib.plan.search import Setting
 
 STEPS = 3  # whose documents are looked at
 COLUMNS = (
@@ -53,9 +54,8 @@ def foreseen(
         for batch in batches_of(case, documents, train.micro_batch_blocks)
     ]
     workload = workload_in(batches, case.block_tokens)
-    return Setting(
-        geometry, machine_for(1, row["ranks"], gpu, None), workload, blocks, None
-    ).predict(train)
+    machine = machine_for(1, row["ranks"], gpu, None)
+    return best_way(PlanCase(geometry, train, machine, workload, blocks))
 
 
 def cells(row: dict[str, Any], found: Prediction) -> list[str]:

@@ -14,7 +14,7 @@ from benchmarks.train.rank import WARM_UP_STEPS
 from pipeline_lib.arch.families import geometry_in
 from pipeline_lib.arch.geometry import StepFlops, step_flops
 from pipeline_lib.config.train import Train
-from pipeline_lib.plan.machine import peak_flops
+from pipeline_lib.plan.gpus import peak_flops
 
 FLOPS = (
     "the same for all sides: no padding, no recomputation, the head for supervised tokens "

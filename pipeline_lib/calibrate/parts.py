@@ -31,10 +31,10 @@ from pipeline_lib.core.text import shortened
 from pipeline_lib.model.batch import Batch
 from pipeline_lib.model.build import build_trainable
 from pipeline_lib.model.gpu import has_triton
+from pipeline_lib.plan.legal import is_legal
 from pipeline_lib.plan.machine import MeasuredPart, Ranks
 from pipeline_lib.plan.memory import predict
 from pipeline_lib.plan.passes import shape_of, variant_of
-from pipeline_lib.plan.search import is_legal
 from pipeline_lib.plan.workload import settled
 from pipeline_lib.train.deepspeed_state import import_deepspeed
 from pipeline_lib.train.dist import World

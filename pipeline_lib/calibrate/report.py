@@ -11,7 +11,7 @@ from rich.table import Table
 from pipeline_lib.calibrate.task import Task, with_layers
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.units import GIGA, TERA, brief, gbit_per_s
-from pipeline_lib.plan.machine import Gpu, find_gpu
+from pipeline_lib.plan.gpus import Gpu, find_gpu
 
 # Labels by the field names of Speeds in plan/machine.py, in the order of the table.
 NAMES = {

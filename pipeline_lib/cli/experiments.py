@@ -91,6 +91,15 @@ def _add_plan(commands: Any) -> None:
         help="also show the plan with other values, such as cluster.nodes=4 "
         "workload.document_tokens=8192",
     )
+    sub.add_argument(
+        "--machines",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="GPU:GPUS[xNODES][@PRICE]",
+        help="compare machines to rent, such as a10:4@0.6 h100:8x2@2.5, where the price is that of "
+        "one GPU for an hour; or name a file with one on each line",
+    )
     how = sub.add_mutually_exclusive_group()
     how.add_argument(
         "--details",
@@ -352,7 +361,7 @@ def plan(arguments: argparse.Namespace) -> None:
     if arguments.spec is not None:
         run_one_stage(arguments)
         return
-    from pipeline_lib.plan.command import show_plan, show_plan_as_json
+    from pipeline_lib.plan.command import show_offers, show_plan, show_plan_as_json
     from pipeline_lib.workflow.findings import ThisMachine, findings_of
 
     config = arguments.config
@@ -367,7 +376,14 @@ def plan(arguments: argparse.Namespace) -> None:
         config = Path(what_if.pop())  # --what-if also takes a config that follows it
     if arguments.json and what_if:
         raise ConfigError("--json", ["it shows the plan of the config alone; leave out --what-if"])
-    if arguments.json:
+    machines = list(arguments.machines)
+    if machines and (arguments.json or what_if or arguments.details):
+        raise ConfigError("--machines", ["it is a table of its own; leave out the other flags"])
+    if machines:
+        if config is None and machines[-1].endswith((".yaml", ".yml")):
+            config = Path(machines.pop())
+        show_offers(config or DEFAULT_CONFIG, machines, store, say)
+    elif arguments.json:
         show_plan_as_json(config or DEFAULT_CONFIG, store, say)
     else:
         this_machine = ThisMachine(os.environ)

@@ -124,22 +124,30 @@ def _is_optional_list(node: Node) -> bool:
 
 def _members(node: Node, definitions: Node) -> list[Node]:
     """Return the sections that `node` may hold; none if it is a plain value."""
-    inner = node.get("items", node)
-    choices = inner.get("oneOf") or inner.get("anyOf") or [inner]
     return [
-        definitions[choice["$ref"].rpartition("/")[2]] for choice in choices if "$ref" in choice
+        definitions[choice["$ref"].rpartition("/")[2]]
+        for choice in _choices(node.get("items", node))
+        if "$ref" in choice
     ]
+
+
+def _choices(node: Node) -> list[Node]:
+    """Return what `node` may be one of, also where one of those is one of several."""
+    found = node.get("oneOf") or node.get("anyOf")
+    if found is None:
+        return [node]
+    return [inner for choice in found for inner in _choices(choice)]
 
 
 def _value(node: Node) -> str:
     """Describe the values that `node` allows, in words."""
     if "$ref" in node:
         return "a section, see its table"
-    if "oneOf" in node:
+    if "discriminator" in node:
         return "sections"
-    if "anyOf" in node:
+    if "anyOf" in node or "oneOf" in node:
         return " or ".join(
-            _value(choice) for choice in node["anyOf"] if choice.get("type") != "null"
+            _value(choice) for choice in _choices(node) if choice.get("type") != "null"
         )
     if "const" in node:
         return f"`{node['const']}`"

@@ -124,6 +124,7 @@ def _checked(
     places = {keys: f"line {line}" for keys, line in variant.lines.items()}
     for setting in overrides.settings:
         problems += _override(variant.value, places, overrides.flag, setting)
+    problems += _repeated(overrides)
     if overrides.in_names and not problems:
         name_by(variant.value, variant.tag, overrides.settings)
     try:
@@ -169,6 +170,20 @@ def _config_of(value: Any) -> Config:
         if not is_changed:
             raise
     return _validated(value)
+
+
+def _repeated(overrides: Overrides) -> list[str]:
+    """Return a problem for each key that is given more than once, of which the last would count."""
+    values: dict[str, list[str]] = {}
+    for setting in overrides.settings:
+        key, _, value = setting.partition("=")
+        values.setdefault(key, []).append(value)
+    return [
+        f"{overrides.flag} {key}: given {len(given)} times ({' and '.join(given)}); give it once, "
+        "and ask again for the other"
+        for key, given in values.items()
+        if len(given) > 1
+    ]
 
 
 def _override(root: Any, places: dict[Keys, str], flag: str, setting: str) -> list[str]:

@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    Discriminator,
     Field,
     FiniteFloat,
+    Tag,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -409,6 +411,40 @@ class Shard(Section):
 Bandwidth = Annotated[FiniteFloat, Field(ge=0.001, le=100_000)]
 
 
+class GpuSheet(Section):
+    """A GPU described by hand, by the figures of its data sheet, dense and in decimal units."""
+
+    name: Annotated[str, Field(min_length=1, max_length=80)] = Field(
+        description="what plans and reports call it"
+    )
+    memory_gb: Annotated[FiniteFloat, Field(ge=1, le=10_000)] = Field(
+        description="memory that torch can allocate from, in GB; what it reports is about 1 % less "
+        "than `nvidia-smi` shows"
+    )
+    bf16_tflops: Annotated[FiniteFloat, Field(ge=0.1, le=100_000)] = Field(
+        description="peak of dense bf16 products that are summed in fp32, in TFLOP/s"
+    )
+    memory_gb_s: Annotated[FiniteFloat, Field(ge=1, le=1_000_000)] = Field(
+        description="memory bandwidth in GB/s"
+    )
+    link_gb_s: Bandwidth = Field(
+        5.0,
+        description="bus bandwidth of a collective between GPUs of a node, in GB/s; the default is "
+        "that of PCIe without P2P",
+    )
+
+
+def _kind_of_gpu(value: object) -> str:
+    """Return which kind of value `cluster.gpu` has, by the names of types in pydantic's errors."""
+    return "GpuSheet" if isinstance(value, dict | GpuSheet) else "str"
+
+
+# A GPU's name, or its data sheet.
+GpuModel = Annotated[
+    Annotated[str, Tag("str")] | Annotated[GpuSheet, Tag("GpuSheet")], Discriminator(_kind_of_gpu)
+]
+
+
 class Cluster(Section):
     """Machines and launcher.
 
@@ -425,10 +461,11 @@ class Cluster(Section):
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(
         0, description="one rank per GPU; 0 trains on the CPU"
     )
-    gpu: str | None = Field(
+    gpu: GpuModel | None = Field(
         None,
         description="GPU model, such as `h200` or `a100 80gb`; the plan looks up its memory and "
-        "speed",
+        "speed. A GPU that it does not know is described by hand: `{name: ..., memory_gb: ..., "
+        "bf16_tflops: ..., memory_gb_s: ..., link_gb_s: ...}`",
     )
     gpu_hour_price: Annotated[float, Field(gt=0, le=1_000_000)] | None = Field(
         None,
@@ -476,6 +513,11 @@ class Cluster(Section):
     max_requeues: Annotated[int, Field(ge=0, le=100_000)] = Field(
         20, description="maximum number of times that an interrupted training job is queued again"
     )
+
+    @property
+    def gpu_name(self) -> str | None:
+        """The name of the GPUs; None if it is not given."""
+        return self.gpu.name if isinstance(self.gpu, GpuSheet) else self.gpu
 
     @property
     def ranks_per_node(self) -> int:

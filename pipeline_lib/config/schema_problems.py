@@ -197,6 +197,8 @@ def key_in_file(loc: tuple[str | int, ...]) -> tuple[Keys, list[str]]:
         chosen = [section for section in here if len(here) > 1 and part in _sources_of(section)]
         if chosen:
             here = chosen
+        elif part in ("str", *(section.__name__ for section in here)):
+            continue  # a member of `text | section`, by the name that pydantic gives it
         elif here or isinstance(part, int):
             keys = (*keys, part)
             beside = here

@@ -138,7 +138,7 @@ _ROWS = (
     ),
     Stage(
         name="plan",
-        version=18,
+        version=19,
         module="pipeline_lib.plan.stage",
         parts={"plan": ("model", "tokenize", "shard")},
         title=_plan_title,

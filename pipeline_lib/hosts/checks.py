@@ -13,7 +13,7 @@ from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core import units
 from pipeline_lib.core.units import from_gigabytes, gigabytes
 from pipeline_lib.hosts.facts import HostFacts
-from pipeline_lib.plan.machine import find_gpu
+from pipeline_lib.plan.gpus import find_gpu
 
 CLOCK_S = 5.0  # less does no harm: no time of one host is compared with one of another
 LEAST_TEMPORARY_BYTES = 500_000_000  # for what torch compiles and Python's temporary files
@@ -67,7 +67,7 @@ class HostNeeds:
     @staticmethod
     def by(cluster: Cluster) -> "HostNeeds":
         """Return what a config's cluster wants of each node."""
-        return HostNeeds(cluster.gpus_per_node, cluster.gpu, cluster.memory_gb or 0)
+        return HostNeeds(cluster.gpus_per_node, cluster.gpu_name, cluster.memory_gb or 0)
 
 
 def problems_of_hosts(

@@ -14,31 +14,29 @@ from pipeline_lib.core.errors import DataError, PipelineError
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import GIGA, gib, gigabytes, rounded
 from pipeline_lib.plan.amounts import expected_workload
-from pipeline_lib.plan.choose import (
-    Choice,
-    Wanted,
-    choose,
-    host_limit_in_words,
-    host_memory,
-    leanest,
-    leanest_choice,
-    what_would_fit,
-)
+from pipeline_lib.plan.case import Case
+from pipeline_lib.plan.choose import Choice, choose
 from pipeline_lib.plan.cluster import Measured, machine_of, measured_of
 from pipeline_lib.plan.context import not_shared, sharing_counts
+from pipeline_lib.plan.counterfactuals import Change, advice
+from pipeline_lib.plan.fitting import host_limit_in_words, host_memory, what_would_fit
+from pipeline_lib.plan.host import host_need
 from pipeline_lib.plan.known import Blocks, blocks_of, geometry_of, repetition_of
 from pipeline_lib.plan.machine import Machine, Ranks
-from pipeline_lib.plan.memory import host_need, predict_all
+from pipeline_lib.plan.memory import predict_all
 from pipeline_lib.plan.near import missed
 from pipeline_lib.plan.passes import shape_of
-from pipeline_lib.plan.predict import Prediction, fits_on_gpu, host_need_of_node, lacks_host_memory
-from pipeline_lib.plan.search import Setting
+from pipeline_lib.plan.predict import (
+    Prediction,
+    fits_on_gpu,
+    host_need_of_node,
+    lacks_host_memory,
+    predict_step,
+)
 from pipeline_lib.plan.stages import Run, local_data_bytes, needs_of
 from pipeline_lib.plan.steps import Steps, plan_batches, step_warnings
 from pipeline_lib.plan.trained import checkpoint_bytes
 from pipeline_lib.plan.words import (
-    Change,
-    advice,
     describe,
     given,
     near_miss_in_words,
@@ -130,6 +128,20 @@ class Question:
         training = self.blocks.training if self.blocks else None
         return plan_batches(train, self.cluster.ranks, training, self.workload)
 
+    def case(self, machine: Machine, batch: PlannedBatch) -> Case:
+        """Return what the choice is made for, on that machine, with these batches."""
+        return Case(
+            self.geometry,
+            self.train,
+            machine,
+            self.workload,
+            batch.global_batch_blocks,
+            batch.steps,
+            batch.steps_per_epoch,
+            self.held,
+            self.has_deepspeed,
+        )
+
 
 def question_of(config: Config, store: Store) -> Question:
     """Return the input of the plan.
@@ -169,11 +181,11 @@ def _data_bytes(config: Config) -> int | None:
 class Answer:
     """The content of plan.json and the choice it reports; `refusal` is why a run cannot start.
 
-    `wanted` and `choice` are None if the GPU is not named.
+    `case` and `choice` are None if the GPU is not named.
     """
 
     content: PlanDocument
-    wanted: Wanted | None
+    case: Case | None
     choice: Choice | None
     refusal: str | None
 
@@ -198,47 +210,54 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
         set_there = f"{question.train.strategy}: {given(question.train)}"
         unnamed = Words(chosen=set_there, verdicts={}, others=(), advice=())
         return Answer(_content(question, None, None, unnamed, [_NAME_IT]), None, None, None)
-    steps = (batch.steps, batch.steps_per_epoch)
-    setting = Setting(
-        question.geometry, machine, question.workload, batch.global_batch_blocks, *steps
-    )
-    wanted = Wanted(setting, question.train, question.held, question.has_deepspeed)
-    choice, problem = _choice(wanted)
+    case = question.case(machine, batch)
+    choice = choose(case)
+    chosen = choice.chosen
+    is_auto = train.strategy == AUTO
+    lacks = _lacks(case, choice)
+    is_refused = bool(lacks) and (is_auto or is_hopeless(chosen.memory, machine))
     if not is_explained:
-        content = _content(question, wanted, choice, _NO_WORDS, [])
-        return Answer(content, wanted, choice, in_lines(problem) or None)
-    is_auto = question.train.strategy == AUTO
-    changes = advice(choice, wanted)
+        refusal = in_lines(lacks) if is_refused else None
+        return Answer(_content(question, case, choice, _NO_WORDS, []), case, choice, refusal)
+    would_fit = what_would_fit(case) if lacks else []
+    changes = advice(choice, case)
     words = Words(
-        chosen=why_chosen(choice, setting, is_auto),
-        verdicts=dict(verdicts(choice, setting, is_auto)),
-        others=tuple(why_not_others(choice, setting)),
+        chosen=why_chosen(choice, case, is_auto),
+        verdicts=dict(verdicts(choice, case, is_auto)),
+        others=tuple(why_not_others(choice, case)),
         advice=tuple(change.sentence for change in changes),
     )
     if choice.near is not None:
         words = replace(words, near_miss=near_miss_in_words(choice, choice.near, machine))
-    too_large = problem
-    if problem and is_auto:
-        least = f"{describe(choice.chosen)}: needs the least memory, and does not fit"
+    if lacks and is_auto:
+        least = f"{describe(chosen)}: needs the least memory, and does not fit"
         words = replace(words, chosen=least)
-    elif not choice.chosen.fits:
-        too_large = [lacking(choice.chosen.train, choice.chosen.memory, machine)]
-        too_large += what_would_fit(wanted)
-        if is_hopeless(choice.chosen.memory, machine):
-            problem = too_large
-        else:
-            words = replace(words, advice=(*too_large, *words.advice))
-    actions = _next(too_large[1:], changes, setting, choice.chosen.run_s)
-    return Answer(
-        _content(question, wanted, choice, words, actions),
-        wanted,
-        choice,
-        in_lines(problem) or None,
-    )
+    elif lacks and not is_refused:
+        words = replace(words, advice=(*lacks, *would_fit, *words.advice))
+    actions = _next(would_fit, changes, case, chosen.run_s)
+    refusal = in_lines([*lacks, *would_fit]) if is_refused else None
+    return Answer(_content(question, case, choice, words, actions), case, choice, refusal)
+
+
+def _lacks(case: Case, choice: Choice) -> list[str]:
+    """Return what a choice lacks that does not fit, in a sentence; empty if it fits."""
+    chosen = choice.chosen
+    if chosen.fits:
+        return []
+    machine = case.machine
+    lacks = lacking(chosen.train, chosen.memory, machine)
+    if case.train.strategy != AUTO:
+        return [lacks]
+    limit = "" if machine.gpu_memory_bytes is None else f" with {gib(machine.gpu_memory_bytes)}"
+    least = lacks.removeprefix("train.strategy: ")
+    return [
+        f"none of {choice.considered} ways to train fits {machine.ranks} x {machine.name}{limit}: "
+        f"even {least}"
+    ]
 
 
 def _next(
-    would_fit: list[str], changes: list[Change], setting: Setting, run_s: Figure | None
+    would_fit: list[str], changes: list[Change], case: Case, run_s: Figure | None
 ) -> list[str]:
     """Return what to do next: make the run fit or take the largest gains; then measure speeds.
 
@@ -247,25 +266,11 @@ def _next(
     if would_fit:
         return [text.partition(": ")[2] for text in would_fit[:_NEXT]]
     actions = [change.briefly for change in changes[:_NEXT]]
-    can_measure = _TYPICAL in _sources_of_rates(setting.machine) and setting.geometry.delta is None
+    can_measure = _TYPICAL in _sources_of_rates(case.machine) and case.geometry.delta is None
     is_short = run_s is not None and run_s.value < _WORTH_MEASURING_S
     if can_measure and not is_short:
         actions.append(_CALIBRATE)
     return actions
-
-
-def _choice(wanted: Wanted) -> tuple[Choice, list[str]]:
-    """Return the choice; if nothing fits, the leanest, with the problem and what would fit."""
-    setting = wanted.setting
-    try:
-        return choose(setting, wanted.train, wanted.held, wanted.has_deepspeed), []
-    except DataError as error:
-        ways = leanest(wanted)
-        choice = leanest_choice(setting, wanted.train, wanted.held, ways[0][0]) if ways else None
-        if choice is None:
-            raise
-        least = lacking(*ways[0], setting.machine).removeprefix("train.strategy: ")
-        return choice, [f"{error}: even {least}", *what_would_fit(wanted)]
 
 
 def in_lines(sentences: list[str]) -> str:
@@ -392,7 +397,16 @@ def _assumed(workload: Workload, machine: Machine | None) -> Iterator[str]:
     sources = _sources_of_rates(machine)
     if typical := sources.count(_TYPICAL):
         some = f"{typical} of {len(sources)} speeds are" if "measured" in sources else "speeds are"
-        yield f"{some} typical of {machine.name if machine.is_gpu else 'CPUs, so times are rough'}"
+        yield f"{some} typical of {_whose(machine)}"
+
+
+def _whose(machine: Machine) -> str:
+    """Return whose typical speeds are assumed, and what those of products rest on."""
+    if not machine.is_gpu:
+        return "CPUs, so times are rough"
+    source = machine.rates["matmul_flop_s"].source
+    _, comma, known = source.partition(", ")
+    return f"{machine.name} ({known})" if comma else machine.name
 
 
 def _sources_of_rates(machine: Machine) -> list[str]:
@@ -405,15 +419,14 @@ def _sources_of_rates(machine: Machine) -> list[str]:
     ]
 
 
-def _with_estimated_run(way: Prediction, setting: Setting, steps: Steps | None) -> Prediction:
+def _with_estimated_run(way: Prediction, case: Case, steps: Steps | None) -> Prediction:
     """Return `way` with the time of as many steps as are estimated, if the length is unknown."""
     if way.run_s is not None or steps is None:
         return way
     epochs = steps.epoch or (None, None, None)
     lengths = zip(steps.run, epochs, strict=True)
-    ends = [
-        replace(setting, steps=run, epoch_steps=epoch).predict(way.train) for run, epoch in lengths
-    ]
+    of_way = case.by(way.train)
+    ends = [predict_step(replace(of_way, steps=run, epoch_steps=epoch)) for run, epoch in lengths]
     run_s = _over([one.run_s for one in ends])
     gpu_hours = _over([one.gpu_hours for one in ends])
     return replace(way, run_s=run_s, gpu_hours=gpu_hours)
@@ -437,13 +450,13 @@ def _described(machine: Machine, geometry: Geometry) -> PlannedMachine:
 
 def _content(
     question: Question,
-    wanted: Wanted | None,
+    case: Case | None,
     choice: Choice | None,
     words: Words,
     actions: list[str],
 ) -> PlanDocument:
     geometry = question.geometry
-    machine = wanted.setting.machine if wanted else None
+    machine = case.machine if case else None
     train = choice.chosen.train if choice else settled(question.train, question.ranks.has_triton)
     batch = question.batch(train)
     if choice is not None:
@@ -454,11 +467,9 @@ def _content(
             geometry, train, question.ranks, question.workload.block_tokens, batch.accumulation
         )
     described = None if machine is None else _described(machine, geometry)
-    way = (
-        _with_estimated_run(choice.chosen, wanted.setting, question.estimated)
-        if choice and wanted
-        else None
-    )
+    way = None
+    if choice and case:
+        way = _with_estimated_run(choice.chosen, case, question.estimated)
     memory = memories[train.strategy]
     held = memory.host_bytes, memory.copied_bytes, memory.cpu_rank_bytes
     host_bytes = host_need(*held, question.ranks, question.cluster.device == "cuda").total_bytes

@@ -3,11 +3,10 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from pipeline_lib.config.content import measured_content
-from pipeline_lib.config.schema import Cluster, Config
+from pipeline_lib.config.schema import Cluster, Config, GpuSheet
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.text import cut
 from pipeline_lib.core.units import (
@@ -16,17 +15,8 @@ from pipeline_lib.core.units import (
     from_gigabytes,
     from_teraflops,
 )
-from pipeline_lib.plan.machine import (
-    Gpu,
-    Machine,
-    MeasuredPart,
-    Pass,
-    Speeds,
-    attention_share,
-    find_gpu,
-    gpu_names,
-    name_words,
-)
+from pipeline_lib.plan.gpus import Gpu, described, find_gpu, name_words, near_names
+from pipeline_lib.plan.machine import Machine, MeasuredPart, Pass, Speeds, attention_share
 from pipeline_lib.records.plan import Rate
 
 # cluster.json: what `qwen3 calibrate CONFIG` measured on the machines that will
@@ -211,12 +201,17 @@ def _refuse(problem: str) -> NoReturn:
 # catalogue, whose bands are wide. Each rate names its source.
 
 
+_MEASURED_HERE = "measured in layers of this card"
+_MEASURED_ELSEWHERE = "products measured elsewhere on this card"
+_GUESSED = "guessed from its data sheet"
+
+
 @dataclass(frozen=True)
 class _Reached:
     """The fractions of a GPU's peak that layers of real models reach, and their relative errors.
 
     `flash` is of torch's attention kernel, `cudnn` of cuDNN's, which is for Hopper. Both hold in
-    long documents.
+    long documents. `known` says what they rest on.
     """
 
     products: float
@@ -224,6 +219,7 @@ class _Reached:
     cudnn: float
     products_band: float
     attention_band: float
+    known: str
 
 
 # Measured on one H200 (benchmarks/RESULTS.md): products reach 640 to 820 TFLOP/s of 989 alone, and
@@ -234,16 +230,73 @@ class _Reached:
 # attention was set before, and rows of torch's kernel in that half agree within a third. H100's
 # products lie between the 0.62 of that half and our only steps on one (LoRA of 8B), which 0.64
 # makes 11 % too slow; its attention is taken to be H200's, whose chip is the same.
-_H200 = _Reached(0.66, 0.278, 0.44, 0.04, 0.1)
-_H100 = _Reached(0.64, 0.278, 0.44, 0.1, 0.15)
-_A100 = _Reached(0.77, 0.5, 0.5, 0.1, 0.15)
-# By the names of the catalogue: neither boards of less power nor other architectures were measured,
-# and their bands are wide. A800 and H800 differ in their links only.
-_MEASURED = {
-    **{"H200": _H200, "H100 SXM": _H100, "H800 SXM": _H100},
-    **{"A100 80GB SXM": _A100, "A100 40GB SXM": _A100, "A800 80GB SXM": _A100},
+_H200 = _Reached(0.66, 0.278, 0.44, 0.04, 0.1, _MEASURED_HERE)
+_H100 = _Reached(0.64, 0.278, 0.44, 0.1, 0.15, _MEASURED_HERE)
+_A100 = _Reached(0.77, 0.5, 0.5, 0.1, 0.15, _MEASURED_HERE)
+# By the names of the catalogue: boards of less power are other cards. A800 and H800 differ in their
+# links only.
+_IN_LAYERS = {
+    "H200": _H200,
+    "H100 SXM": _H100,
+    "H800 SXM": _H100,
+    "A100 80GB SXM": _A100,
+    "A100 40GB SXM": _A100,
+    "A800 80GB SXM": _A100,
 }
-_UNMEASURED = _Reached(0.66, 0.35, 0.35, 0.3, 0.4)
+# TFLOP/s of torch.mm alone in bf16 (V100 and T4: fp16), the best of squares of 1,024 to 10,240, the
+# median of the entries for each card: github.com/zzc0721/torch-performence-test-data, database.md,
+# read in November 2026. GeForce boards run above the clock that their data sheets count.
+_PRODUCTS_ALONE_TFLOP_S = {
+    "B200": 1696,
+    "H20": 142,
+    "L40S": 269,
+    "RTX PRO 6000": 414,
+    "RTX A6000": 123,
+    "RTX 3060 Ti": 36.5,
+    "RTX 4090": 165,
+    "RTX 4090 D": 149,
+    "RTX 5090": 239,
+    "V100 16GB SXM": 94.8,
+    "T4": 41.9,
+}
+# Layers reach so much of that: 0.83 on H200 (790 alone), 0.80 on H100 (791), 0.91 on A100 (265).
+_OF_PRODUCTS_ALONE, _ALONE_BAND = 0.85, 0.2
+# Attention of torch's kernel, relative to products in layers: on A100, for which it is written, and
+# on Hopper, with cuDNN's too. Blackwell's data-centre chips are taken to be as Hopper.
+_FLASH_OF_PRODUCTS, _FLASH_ON_HOPPER, _CUDNN_ON_HOPPER = 0.65, 0.42, 0.67
+_ATTENTION_ALONE_BAND = 0.35
+# Cards with products that are summed in fp32 at half the rate of their tensor cores: those that
+# were measured reach 1.0 to 1.14 of the peak alone.
+_GEFORCE = _Reached(0.85, 0.55, 0.55, 0.25, 0.4, _GUESSED)
+# RTX 3090: torch.mm alone reaches 76.6 TFLOP/s by the same table, which would be 0.91 in layers;
+# published training steps, which are not in published.jsonl, come to 0.72 (issue 44).
+_RTX_3090 = _Reached(0.8, 0.52, 0.52, 0.25, 0.4, _MEASURED_ELSEWHERE)
+_UNMEASURED = _Reached(0.66, 0.35, 0.35, 0.3, 0.4, _GUESSED)
+
+
+def _reached_by(gpu: Gpu, precision: str) -> _Reached:
+    """Return what layers reach on a GPU, by the best that is known of it."""
+    if precision == "fp32":
+        return _UNMEASURED
+    if gpu.name in _IN_LAYERS:
+        return _IN_LAYERS[gpu.name]
+    if gpu.name == "RTX 3090":
+        return _RTX_3090
+    if gpu.name not in _PRODUCTS_ALONE_TFLOP_S:
+        return _GEFORCE if gpu.is_geforce else _UNMEASURED
+    alone = from_teraflops(_PRODUCTS_ALONE_TFLOP_S[gpu.name]) / gpu.half_flop_s
+    products = _OF_PRODUCTS_ALONE * alone
+    is_like_hopper = gpu.is_hopper or gpu.name == "B200"
+    return _Reached(
+        products,
+        products * (_FLASH_ON_HOPPER if is_like_hopper else _FLASH_OF_PRODUCTS),
+        products * (_CUDNN_ON_HOPPER if gpu.is_hopper else _FLASH_OF_PRODUCTS),
+        _ALONE_BAND,
+        _ATTENTION_ALONE_BAND,
+        _MEASURED_ELSEWHERE,
+    )
+
+
 # The rates of small kernels (by the bytes that plan/step_time.py counts) and of launches are fitted
 # to steps on H200.
 _STREAM, _STREAM_BAND = 0.85, 0.1
@@ -267,6 +320,7 @@ _HOPPER_HOST_BAND = 0.4
 _DISK_GBYTE_S, _DISK_BAND = 1.0, 2.0
 _GIVEN_BAND = 0.1
 _NO_LINK = "there is no such link"
+_SHEET = "`gpu: {name: ..., memory_gb: ..., bf16_tflops: ..., memory_gb_s: ..., link_gb_s: ...}`"
 _IN_NODE = {"bytes_s": "in_node_bytes_s", "latency_s": "in_node_latency_s"}
 # One CPU thread, and the links within a node of CPU ranks.
 _CPU_TFLOP_S, _CPU_ATTENTION_TFLOP_S = 0.04, 0.02
@@ -363,12 +417,13 @@ def _gpu(cluster: Cluster, measured: Measured | None) -> Gpu | None:
         return None
     if cluster.gpu is None:
         return find_gpu(measured_name or "")
+    if isinstance(cluster.gpu, GpuSheet):
+        return described(cluster.gpu)
     found = find_gpu(cluster.gpu)
     if measured_name is not None:
         of_measured = find_gpu(measured_name)
-        if not (
-            name_words(cluster.gpu) <= name_words(measured_name) or (found and found == of_measured)
-        ):
+        is_same = found is not None and found == of_measured
+        if not (is_same or name_words(cluster.gpu) <= name_words(measured_name)):
             text = (
                 f"cluster.gpu: {cluster.gpu!r}, and cluster.measured was measured on "
                 f"{measured_name!r}"
@@ -376,29 +431,12 @@ def _gpu(cluster: Cluster, measured: Measured | None) -> Gpu | None:
             raise _error(f"{text}; remove one of the two, or {AGAIN} on the GPUs that will train")
         return of_measured or found
     if found is None:
-        text = f"cluster.gpu: {cluster.gpu!r} is not known; {_near(cluster.gpu)}"
+        text = f"cluster.gpu: {cluster.gpu!r} is not known; {near_names(cluster.gpu)}"
         raise _error(
-            f"{text}. Of any other, `qwen3 calibrate CONFIG` measures what cluster.measured names"
+            f"{text}. Describe any other as {_SHEET}, or let `qwen3 calibrate CONFIG` measure what "
+            "cluster.measured names"
         )
     return found
-
-
-def _near(name: str) -> str:
-    words = name_words(name) - {"rtx", "sxm", "pcie"}
-    same = [
-        known
-        for known in gpu_names()
-        if words & {word for word in name_words(known) if not word.endswith("gb")}
-    ]
-    by_lower = {known.lower(): known for known in gpu_names()}
-    close = same or [
-        by_lower[known] for known in get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
-    ]
-    return (
-        f"did you mean one of {', '.join(close)}"
-        if close
-        else f"known are {', '.join(gpu_names())}"
-    )
 
 
 def _catalogue(gpu: Gpu | None, precision: str, attention: str, threads: int) -> dict[str, Rate]:
@@ -428,11 +466,15 @@ def _catalogue(gpu: Gpu | None, precision: str, attention: str, threads: int) ->
             f"{others}"
         )
     memory = gpu.memory_bytes_per_s
-    reached = _UNMEASURED if precision == "fp32" else _MEASURED.get(gpu.name, _UNMEASURED)
+    reached = _reached_by(gpu, precision)
     attended = reached.flash if attention == "flash" or not gpu.is_hopper else reached.cudnn
     return rates | {
-        "matmul_flop_s": Rate.around(reached.products * peak, reached.products_band, source),
-        "attention_flop_s": Rate.around(attended * peak, reached.attention_band, source),
+        "matmul_flop_s": Rate.around(
+            reached.products * peak, reached.products_band, f"{source}, {reached.known}"
+        ),
+        "attention_flop_s": Rate.around(
+            attended * peak, reached.attention_band, f"{source}, {reached.known}"
+        ),
         "memory_bytes_s": Rate.around(_STREAM * memory, _STREAM_BAND, source),
         "pointwise_bytes_s": Rate.around(_POINTWISE * memory, _POINTWISE_BAND, source),
         "in_node_bytes_s": Rate.around(

@@ -16,6 +16,7 @@ from pipeline_lib.core.text import cut
 from pipeline_lib.plan.answer import Answer, answer, question_of
 from pipeline_lib.plan.formulas import explain
 from pipeline_lib.plan.known import learn_architecture
+from pipeline_lib.plan.rent import read_offers, rows_of, table_of
 from pipeline_lib.plan.show import render, render_what_if
 from pipeline_lib.plan.steps import estimated_steps
 from pipeline_lib.records.record import to_json
@@ -68,10 +69,23 @@ def show_plan(
     for finding in findings_of([config] if what_if else configs):
         if finding.text not in on_page:
             say(f"\n{finding.line}")
-    if is_detailed and found.wanted is not None and found.choice is not None:
-        say(f"\n{explain(found.choice.chosen, found.wanted.setting)}")
+    if is_detailed and found.case is not None and found.choice is not None:
+        say(f"\n{explain(found.choice.chosen, found.case)}")
     if found.refusal is not None:
         raise ConfigError(str(path), [found.refusal])
+
+
+def show_offers(path: Path, texts: Sequence[str], store: Store, say: Say) -> None:
+    """Show what the config at `path` takes and costs on each of several machines.
+
+    `texts` are as in `read_offers`. Of a sweep it is the first experiment. Raise ConfigError for
+    what is no offer, and as `show_plan`.
+    """
+    offers = read_offers(texts)
+    config = load_configs(path)[0]
+    learn_architecture(config, store, say)
+    rows = rows_of(config, offers, lambda there: _answer(path, there, store, is_explained=False))
+    say(f"{config.experiment} on other machines, the cheapest first\n\n{table_of(rows)}")
 
 
 def show_plan_as_json(path: Path, store: Store, say: Say) -> None:
@@ -107,7 +121,11 @@ def _document_tokens(what_if: str, config: Config) -> float:
 
 
 def _answer(
-    path: Path, config: Config, store: Store, document_tokens: float | None = None
+    path: Path,
+    config: Config,
+    store: Store,
+    document_tokens: float | None = None,
+    is_explained: bool = True,
 ) -> Answer:
     try:
         question = question_of(config, store)
@@ -120,6 +138,6 @@ def _answer(
             question = replace(question, estimated=estimated)
         if problems := list(question.geometry.problems(config.train, config.shard.block_tokens)):
             raise ConfigError(str(path), problems)
-        return answer(question)
+        return answer(question, is_explained)
     except ConfigError as error:
         raise ConfigError(str(path), error.problems) from error

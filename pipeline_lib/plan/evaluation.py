@@ -15,8 +15,8 @@ from pipeline_lib.arch.layers import LOGITS_AT_ONCE
 from pipeline_lib.config.schema import Cluster, Config, Evaluate
 from pipeline_lib.core.units import GIB, GIGA, HOUR_S, TERA, brief, count, gib, gigabytes
 from pipeline_lib.plan.cluster import machine_of
+from pipeline_lib.plan.host import AROUND_BYTES, RANK_BYTES, RESERVE_BYTES
 from pipeline_lib.plan.machine import End, Machine, Speeds, figure_of
-from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES, RESERVE_BYTES
 from pipeline_lib.records.plan import Figure, Workload
 
 # The held-out loss part by part. model/streaming.py holds two parts of the model at a time, and the

@@ -1,7 +1,6 @@
 """The near miss: the fastest way to train that lacks little to fit, and what it lacks."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from pipeline_lib.core.units import brief, from_gigabytes, gib, gigabytes
@@ -12,11 +11,11 @@ from pipeline_lib.plan.predict import (
     lacks_host_memory,
     usable_fraction,
 )
-from pipeline_lib.records.plan import Lacks, Memory, PlannedNearMiss
+from pipeline_lib.records.plan import Lacks, PlannedNearMiss
 
 # A way is near if it needs at most so much more than a GPU, or the host, has. More is allowed where
 # the host's memory is assumed, since users may know better.
-_NEAR, _NEAR_ASSUMED = 0.1, 3.0
+NEAR, NEAR_ASSUMED = 0.1, 3.0
 
 
 @dataclass(frozen=True)
@@ -75,19 +74,6 @@ class NearMiss:
         return "; ".join(said)
 
 
-def near_miss(ways: Iterable[Prediction], machine: Machine, as_good: float) -> NearMiss | None:
-    """Return the fastest of `ways` that do not fit and lack little, or None.
-
-    Of those as fast as that one it is the one that lacks least.
-    """
-    near = [way for way in ways if not way.fits and is_near(way.memory, machine)]
-    if not near:
-        return None
-    limit_s = min(way.step_s.value for way in near) * (1 + as_good)
-    found = [missed(way, machine) for way in near if way.step_s.value <= limit_s]
-    return min(found, key=lambda miss: (miss.host_bytes, miss.gpu_bytes))
-
-
 def missed(way: Prediction, machine: Machine) -> NearMiss:
     """Return what a way that does not fit lacks."""
     # CPUs have no memory but the host's
@@ -98,18 +84,3 @@ def missed(way: Prediction, machine: Machine) -> NearMiss:
     lacks_host = lacks_host_memory(way.memory, machine)
     is_margin = has is not None and too_much > 0 and needs <= has
     return NearMiss(way, too_much, host if lacks_host else 0, is_margin)
-
-
-def is_near(memory: Memory, machine: Machine) -> bool:
-    """Return whether that memory is at most a little more than what GPUs and hosts have."""
-    most_gpu = machine.gpu_memory_bytes
-    most_host = machine.host_limit_bytes
-    if most_gpu is None or memory.total_bytes > most_gpu * (1 + _NEAR):
-        return False
-    more = _NEAR_ASSUMED if machine.is_host_assumed else _NEAR
-    needs_host = lacks_host_memory(memory, machine)
-    return (
-        not needs_host
-        or most_host is None
-        or host_bytes_of_node(memory, machine) <= most_host * (1 + more)
-    )

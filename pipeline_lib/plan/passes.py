@@ -22,10 +22,11 @@ from pipeline_lib.arch.layers import (
 )
 from pipeline_lib.config.train import AUTO, Lora, Train
 from pipeline_lib.plan.activations import Arithmetic, compute_bytes, exchanged_bytes_per_token
+from pipeline_lib.plan.case import Case
 from pipeline_lib.plan.machine import End, Machine, MeasuredPart, Pass, Speeds
 from pipeline_lib.plan.moments import Model
 from pipeline_lib.plan.trained import trained_shapes
-from pipeline_lib.plan.workload import Case, documents_at
+from pipeline_lib.plan.workload import documents_at
 
 # Seconds that compiling a layer, forward and backward, adds to a run: 6 to 20 for Qwen3-8B on one
 # H200, more elsewhere.

@@ -1,18 +1,30 @@
 """Predict what a way to train needs and takes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+
+import numpy as np
 
 from pipeline_lib.arch.geometry import step_flops
 from pipeline_lib.arch.layers import is_compiled
 from pipeline_lib.config.train import AUTO, CHOSEN_KEYS, Train, interval_steps
 from pipeline_lib.core.units import HOUR_S
+from pipeline_lib.plan.case import Case
+from pipeline_lib.plan.host import HostNeed, host_need
 from pipeline_lib.plan.machine import End, Machine, Ranks, figure_of
-from pipeline_lib.plan.memory import MARGIN, HostNeed, host_need, predict
+from pipeline_lib.plan.memory import MARGIN
 from pipeline_lib.plan.passes import COMPILE_S
 from pipeline_lib.plan.saving import auto_apart_s, save_wait_s
-from pipeline_lib.plan.step_time import Exchanged, PhaseTime, StepTime, step_time
-from pipeline_lib.plan.workload import Case, in_words
+from pipeline_lib.plan.step_time import (
+    PHASES,
+    Exchanged,
+    PhaseTime,
+    StepTime,
+    exchanged_in,
+    step_time,
+)
+from pipeline_lib.plan.ways import Column, Ways
+from pipeline_lib.plan.workload import in_words
 from pipeline_lib.records.plan import (
     Bound,
     Figure,
@@ -53,9 +65,7 @@ class Prediction(PlannedWay):
 
 def memory_of(case: Case) -> Memory:
     """Return the memory of one rank of a case."""
-    return predict(
-        case.geometry, case.train, case.ranks, case.workload.block_tokens, case.accumulation
-    )
+    return case.memory_of(Ways.one(case.train, case.geometry)).memory(0)
 
 
 def predict_step(case: Case) -> Prediction:
@@ -64,8 +74,10 @@ def predict_step(case: Case) -> Prediction:
     machine = case.machine
     workload = case.workload
     ranks = case.ranks
-    times = {end: step_time(case, end) for end in End}
-    memory = memory_of(case)
+    way = Ways.one(train, case.geometry)
+    times = {end: step_time(case, way, end) for end in End}
+    exchanged = {end: exchanged_in(case, time, end) for end, time in times.items()}
+    memory = case.memory_of(way).memory(0)
     step_s = _seconds({end: time.total_s for end, time in times.items()})
     tokens = case.batch_blocks * workload.block_tokens * workload.real_fraction
     size = memory.checkpoint_bytes
@@ -81,10 +93,11 @@ def predict_step(case: Case) -> Prediction:
         if is_compiled(train):
             run_s += Figure(*(factor * COMPILE_S for factor in _COMPILING))
     expected = times[End.EXPECTED]
+    exchanges = exchanged[End.EXPECTED]
     return Prediction(
         train=train,
         memory=memory,
-        exchanged=expected.exchanged,
+        exchanged=tuple(exchanges),
         changes=Placement(
             strategy=train.strategy, **{key: getattr(train, key) for key in CHOSEN_KEYS}
         ),
@@ -99,15 +112,15 @@ def predict_step(case: Case) -> Prediction:
         tokens_per_s_per_rank=step_s.inverse(tokens / ranks.total),
         mfu=_mfu(case, tokens, step_s),
         network_bytes=figure_of(
-            {end: sum(one.sent_bytes for one in time.exchanged) for end, time in times.items()}
+            {end: sum(one.sent_bytes for one in found) for end, found in exchanged.items()}
         ),
         run_s=run_s,
         gpu_hours=run_s.scaled(ranks.total / HOUR_S) if run_s and machine.is_gpu else None,
         checkpoint_bytes=size,
         checkpoint_s=figure_of(save_s),
         parts=_parts(expected),
-        segments=tuple(_segments(expected)),
-        exchanges=tuple(_described(one) for one in expected.exchanged),
+        segments=tuple(_segments(expected, exchanges)),
+        exchanges=tuple(_described(one) for one in exchanges),
         bound=_bound(expected),
         fits=fits(memory, machine),
     )
@@ -118,7 +131,7 @@ def _described(one: Exchanged) -> PlannedExchange:
         name=_name_of(one),
         phase=one.exchange.phase,
         payload_bytes=one.exchange.payload_bytes,
-        times=one.exchange.times,
+        times=one.times,
         link="between nodes" if one.crosses_nodes else "within nodes",
         seconds=one.seconds,
         exposed_s=one.exposed_s,
@@ -163,13 +176,18 @@ def lacks_host_memory(memory: Memory, machine: Machine) -> bool:
     """
     if machine.is_host_assumed and not memory.host_bytes:
         return False
+    return not has_room_on_host(memory, machine)
+
+
+def has_room_on_host(memory: Memory, machine: Machine) -> bool:
+    """Return whether a node's host, of the given or the assumed size, has what is needed."""
     limit = machine.host_limit_bytes
-    return limit is not None and host_bytes_of_node(memory, machine) > limit
+    return limit is None or host_bytes_of_node(memory, machine) <= limit
 
 
-def _seconds(values: Mapping[End, float]) -> Figure:
-    """Build a figure in seconds, its band widened by the error that the rates do not explain."""
-    plain = figure_of(values)
+def _seconds(values: Mapping[End, Column]) -> Figure:
+    """Build a way's figure in seconds, its band widened by the error that rates do not explain."""
+    plain = figure_of({end: float(value[0]) for end, value in values.items()})
     return Figure(plain.value, plain.low * (1 - _TIME_ERROR), plain.high * (1 + _TIME_ERROR))
 
 
@@ -233,43 +251,43 @@ def _saving(case: Case, steps: int, step_s: Figure, save_s: Mapping[End, float])
 def _parts(time: StepTime) -> dict[str, float]:
     """Return the seconds of a step by purpose; data is read ahead and costs none."""
     phases = (time.forward, time.backward, time.update)
-    recomputed = min(time.recomputed_s, time.backward.computing_s)
-    return {
+    recomputed = np.minimum(time.recomputed_s, time.backward.computing_s)
+    parts = {
         "forward": time.forward.computing_s,
         "recompute": recomputed,
         "backward": time.backward.computing_s - recomputed,
-        "exchange": sum(phase.exchanging_s for phase in phases),
+        "exchange": np.sum([phase.exchanging_s for phase in phases], axis=0),
         "update": time.update.computing_s,
-        "offload": sum(phase.copying_s for phase in phases),
-        "data": 0.0,
+        "offload": np.sum([phase.copying_s for phase in phases], axis=0),
     }
+    return {**{name: float(seconds[0]) for name, seconds in parts.items()}, "data": 0.0}
 
 
 def _bound(time: StepTime) -> Bound:
     parts = _parts(time)
-    if parts["exchange"] > _NOTABLE * time.total_s and parts["exchange"] >= parts["offload"]:
+    total_s = float(time.total_s[0])
+    if parts["exchange"] > _NOTABLE * total_s and parts["exchange"] >= parts["offload"]:
         return "exchange"
-    if parts["offload"] > _NOTABLE * time.total_s:
+    if parts["offload"] > _NOTABLE * total_s:
         return "offload"
     phases = (time.forward, time.backward, time.update)
-    return (
-        "host"
-        if sum(phase.host_s for phase in phases) > sum(phase.device_s for phase in phases)
-        else "device"
-    )
+    host_s = sum(float(phase.host_s[0]) for phase in phases)
+    device_s = sum(float(phase.device_s[0]) for phase in phases)
+    return "host" if host_s > device_s else "device"
 
 
-def _segments(time: StepTime) -> list[Segment]:
+def _segments(time: StepTime, exchanges: Sequence[Exchanged]) -> list[Segment]:
     """Return the phases in sequence, with each one's host work and exchanges starting with it."""
-    found, start_s = [], 0.0
-    for name in ("forward", "backward", "update"):
+    found = []
+    start_s = 0.0
+    for name in PHASES:
         phase: PhaseTime = getattr(time, name)
-        found.append(Segment("compute", name, start_s, phase.computing_s))
-        found.append(Segment("host", name, start_s, phase.host_s))
+        found.append(Segment("compute", name, start_s, float(phase.computing_s[0])))
+        found.append(Segment("host", name, start_s, float(phase.host_s[0])))
         at_s = start_s
-        for one in time.exchanged:
+        for one in exchanges:
             if one.exchange.phase == name and one.seconds:
                 found.append(Segment("exchange", _name_of(one), at_s, one.seconds))
                 at_s += one.seconds
-        start_s += phase.total_s
+        start_s += float(phase.total_s[0])
     return [segment for segment in found if segment.duration_s > 0]

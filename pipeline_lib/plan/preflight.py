@@ -32,9 +32,11 @@ from pipeline_lib.data.first_rows import first_row
 from pipeline_lib.hub.snapshot import is_edited_by_nobody
 from pipeline_lib.plan.amounts import expected_workload
 from pipeline_lib.plan.answer import in_lines, is_hopeless, lacking
-from pipeline_lib.plan.choose import Wanted, leanest, no_way, what_would_fit
+from pipeline_lib.plan.case import Case
+from pipeline_lib.plan.choose import leanest, no_way
 from pipeline_lib.plan.cluster import machine_of, measured_of
 from pipeline_lib.plan.context import not_shared, sharing_counts
+from pipeline_lib.plan.fitting import what_would_fit
 from pipeline_lib.plan.known import (
     find_geometry,
     is_sealed,
@@ -42,8 +44,7 @@ from pipeline_lib.plan.known import (
     remembered_specs,
 )
 from pipeline_lib.plan.machine import Machine, Ranks
-from pipeline_lib.plan.predict import lacks_host_memory
-from pipeline_lib.plan.search import Setting
+from pipeline_lib.plan.predict import fits, lacks_host_memory
 from pipeline_lib.plan.stages import Run, later_problems, stored_bytes
 
 # Refusals before any job is submitted: in `snakemake -n`, and in `qwen3 check`.
@@ -233,24 +234,33 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
         return
     if machine is None:
         return
-    setting = Setting(geometry, machine, workload, batch_blocks, None)
-    wanted = Wanted(setting, config.train, held, find_spec("deepspeed") is not None)
-    if problem := no_way(wanted):
-        yield problem
+    has_deepspeed = find_spec("deepspeed") is not None
+    case = Case(
+        geometry,
+        config.train,
+        machine,
+        workload,
+        batch_blocks,
+        held=held,
+        has_deepspeed=has_deepspeed,
+    )
+    way = leanest(case)
+    if way is None:
+        yield no_way(case)
         return
-    if wanted.fits:
+    train, memory = way
+    if fits(memory, machine):
         yield from later_problems(run)
         return
-    train, memory = leanest(wanted)[0]
     if not lacks_host_memory(memory, machine):  # else the training needs more than they do
         yield from later_problems(run)
     if config.train.strategy == AUTO:
         least = lacking(train, memory, machine).removeprefix("train.strategy: ")
         yield in_lines(
-            [f"train.strategy: auto finds no way that fits: even {least}", *what_would_fit(wanted)]
+            [f"train.strategy: auto finds no way that fits: even {least}", *what_would_fit(case)]
         )
     elif is_hopeless(memory, machine):
-        yield in_lines([lacking(train, memory, machine), *what_would_fit(wanted)])
+        yield in_lines([lacking(train, memory, machine), *what_would_fit(case)])
 
 
 _MODULES = {"fla-core": "fla"}  # of libraries that are imported by another name

@@ -7,10 +7,12 @@ to fit with the margin that the plan keeps.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
+
+import numpy as np
 
 from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.arch.layers import (
@@ -23,10 +25,10 @@ from pipeline_lib.config.optimizers import OPTIMIZERS
 from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.train import AUTO, Train, in_file
 from pipeline_lib.core.units import gib
+from pipeline_lib.plan.legal import is_legal
 from pipeline_lib.plan.machine import Ranks
-from pipeline_lib.plan.memory import predict
-from pipeline_lib.plan.predict import usable_fraction
-from pipeline_lib.plan.search import is_legal
+from pipeline_lib.plan.memory import MARGIN, MemoryOfWays, predict
+from pipeline_lib.plan.ways import Ways
 from pipeline_lib.records.plan import Memory
 
 AT_MOST = 3
@@ -109,12 +111,14 @@ def remedies(load: Load, device_bytes: int, ratio: float, has_deepspeed: bool) -
     predictions are multiplied by it if it is above 1.
     """
     found: list[Remedy] = []
-    possible = alternatives(load, ratio, has_deepspeed)
-    for remedy in sorted(possible, key=lambda each: each.cost):
-        is_enough = remedy.needed_bytes <= device_bytes * usable_fraction(remedy.memory)
-        if is_enough and not any(_goes_further(remedy.changes, way.changes) for way in found):
-            found.append(remedy)
-    return found[:AT_MOST]
+    for way in sorted(_leaner_ways(load, has_deepspeed), key=lambda each: each.cost):
+        needed_bytes = way.total_bytes * max(1.0, ratio)
+        is_enough = needed_bytes <= device_bytes * min(1 - MARGIN, 1 / (1 + way.error))
+        if is_enough and not any(_goes_further(way.changes, other.changes) for other in found):
+            found.append(way.remedy(ratio))
+        if len(found) == AT_MOST:
+            break
+    return found
 
 
 def _goes_further(changes: dict[str, Any], others: dict[str, Any]) -> bool:
@@ -128,63 +132,120 @@ def _goes_further(changes: dict[str, Any], others: dict[str, Any]) -> bool:
 
 def least(load: Load, ratio: float, has_deepspeed: bool) -> Remedy | None:
     """Return the change that needs least memory, fit or not; None if nothing can be changed."""
-    found = alternatives(load, ratio, has_deepspeed)
-    return min(found, key=lambda each: each.needed_bytes, default=None)
+    ways = _leaner_ways(load, has_deepspeed)
+    way = min(ways, key=lambda each: each.total_bytes, default=None)
+    return None if way is None else way.remedy(ratio)
 
 
-def alternatives(load: Load, ratio: float, has_deepspeed: bool) -> Iterator[Remedy]:
-    """Yield every legal way to train on the same global batch with less memory that runs here."""
+@dataclass(frozen=True)
+class _Way:
+    """A row of a table of ways: what it changes, what it needs, and its expected cost."""
+
+    changes: dict[str, Any]
+    memory: MemoryOfWays
+    row: int
+    cost: float
+
+    @property
+    def total_bytes(self) -> float:
+        return float(self.memory.total[self.row])
+
+    @property
+    def error(self) -> float:
+        return float(self.memory.error[self.row])
+
+    def remedy(self, ratio: float) -> Remedy:
+        memory = self.memory.memory(self.row)
+        return Remedy(self.changes, memory, round(memory.total_bytes * max(1.0, ratio)), self.cost)
+
+
+def _leaner_ways(load: Load, has_deepspeed: bool) -> list[_Way]:
+    """Return every legal way to train on the same global batch with less memory that runs here."""
     train = load.train
     now_bytes = load.memory.total_bytes
-    for changes in _changes(train, load.ranks, load.block_tokens):
-        changed = eager_under_deepspeed(Train.model_validate({**train.model_dump(), **changes}))
-        if (
-            not {"recompute", "kept_attention_layers"} & changes.keys()
-            and recompute_of(changed) != "full"
-        ):
-            # a number has no effect
-            changed = changed.model_copy(update={"kept_attention_layers": AUTO})
-        can_run = changed.strategy not in load.geometry.left_out and (
-            has_deepspeed or not changed.uses_deepspeed
-        )
-        if can_run and is_legal(changed, load.ranks):
-            memory = replace(load, train=changed).memory
-            if memory.total_bytes < _LEAST_SAVING * now_bytes:
-                yield Remedy(
-                    changes,
-                    memory,
-                    round(memory.total_bytes * max(1.0, ratio)),
-                    _cost(train, changes),
-                )
-
-
-def _changes(train: Train, ranks: Ranks, block_tokens: int) -> Iterator[dict[str, Any]]:
-    kept = train.kept_attention_layers
-    full = train.model_copy(update={"recompute": "full"})
     smaller = [
         size for size in range(1, train.micro_batch_blocks) if train.micro_batch_blocks % size == 0
     ]
+    found = []
+    for changes, memory in _tables(load, [*smaller, train.micro_batch_blocks], has_deepspeed):
+        for row in np.flatnonzero(memory.total < _LEAST_SAVING * now_bytes):
+            own = changes[memory.ways.kind[row]]
+            micro = int(memory.ways.micro_batch_blocks[row])
+            if micro != train.micro_batch_blocks:
+                own = {"micro_batch_blocks": micro, **own}
+            found.append(_Way(own, memory, int(row), _cost(train, own)))
+    return found
+
+
+def _tables(
+    load: Load, sizes: Sequence[int], has_deepspeed: bool
+) -> Iterator[tuple[list[dict[str, Any]], MemoryOfWays]]:
+    """Yield the changes of all kinds of ways with these micro-batches, and their memory.
+
+    A table is of one optimizer and one method, on which the formulas depend as a whole.
+    """
+    train = load.train
+    for optimizer in sorted({train.optimizer, *STAND_INS}):
+        for method in sorted({train.method, "lora"}):
+            kinds = []
+            changes = []
+            for own in _changes(load, {"optimizer": optimizer, "method": method}):
+                kind = _changed(load, own)
+                can_run = has_deepspeed or not kind.uses_deepspeed
+                if can_run and is_legal(kind, load.ranks):
+                    kinds.append(kind)
+                    changes.append(own)
+            if kinds:
+                yield changes, _memory_of(load, kinds, sizes)
+
+
+def _memory_of(load: Load, kinds: Sequence[Train], sizes: Sequence[int]) -> MemoryOfWays:
+    layers = load.geometry.attention_layers
+    kept = [
+        layers if kind.kept_attention_layers == AUTO else kind.kept_attention_layers
+        for kind in kinds
+    ]
+    ways = Ways(
+        kinds=kinds,
+        kind=np.repeat(np.arange(len(kinds)), len(sizes)),
+        micro_batch_blocks=np.tile(sizes, len(kinds)),
+        kept_layers=np.repeat(kept, len(sizes)),
+        attention_layers=layers,
+    )
+    groups = load.ranks.total // load.train.ranks_per_block
+    accumulation = np.ceil(load.batch_blocks / (groups * ways.micro_batch_blocks))
+    return MemoryOfWays(load.geometry, ways, load.ranks, load.block_tokens, accumulation)
+
+
+def _changed(load: Load, changes: dict[str, Any]) -> Train:
+    """Return the training with these changes, without keys that have no effect beside them."""
+    changed = eager_under_deepspeed(load.train.model_copy(update=changes))
+    is_kept_new = {"recompute", "kept_attention_layers"} & changes.keys()
+    if not is_kept_new and recompute_of(changed) != "full":
+        return changed.model_copy(update={"kept_attention_layers": AUTO})
+    return changed
+
+
+def _changes(load: Load, fixed: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield what differs from the present settings: `fixed`, and each combination of other keys."""
+    train = load.train
+    kept = train.kept_attention_layers
+    full = train.model_copy(update={"recompute": "full"})
+    strategies = [name for name in STRATEGIES if name not in load.geometry.left_out]
+    can_drop = kept and can_keep_attention(full, load.block_tokens)
     choices: dict[str, list[Any]] = {
-        "micro_batch_blocks": [*smaller, train.micro_batch_blocks],
-        "strategy": list(_COSTS["strategy"]) if ranks.total > 1 else [train.strategy],
+        "strategy": strategies if load.ranks.total > 1 else [train.strategy],
         "recompute": list(_COSTS["recompute"]),
         "reshard": [False, True] if train.reshard is False else [train.reshard],
         "offload": list(_COSTS["offload"]),
         "offload_activations": list(_COSTS["offload_activations"]),
-        "kept_attention_layers": [kept, 0]
-        if kept and can_keep_attention(full, block_tokens)
-        else [kept],
-        "optimizer": sorted({train.optimizer, *STAND_INS}),
-        "method": sorted({train.method, "lora"}),
+        "kept_attention_layers": [kept, 0] if can_drop else [kept],
+        **{key: [value] for key, value in fixed.items()},
     }
     now = {key: getattr(train, key) for key in choices}
     now |= {"recompute": recompute_of(train), "offload_activations": keeps_on_host(train)}
     for values in product(*choices.values()):
-        changes = {
-            key: value for key, value in zip(choices, values, strict=True) if value != now[key]
-        }
-        if changes:
-            yield changes
+        yield {key: value for key, value in zip(choices, values, strict=True) if value != now[key]}
 
 
 def _cost(train: Train, changes: dict[str, Any]) -> float:

@@ -25,8 +25,8 @@ from pipeline_lib.plan.evaluation import (
     scoring_gpus,
     will_load_once,
 )
+from pipeline_lib.plan.host import AROUND_BYTES, RANK_BYTES
 from pipeline_lib.plan.machine import End, Machine
-from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES
 from pipeline_lib.plan.trained import checkpoint_bytes
 from pipeline_lib.records.plan import Figure, Need, Workload
 

@@ -30,10 +30,11 @@ Group = Literal["all", "shard", "replicas", "context"]
 
 @dataclass(frozen=True)
 class Exchange:
-    """Collectives of one kind: `payload_bytes` in `pieces` collectives, `times` a step.
+    """Collectives of one kind: `payload_bytes` in `pieces` collectives.
 
-    The payload is what all ranks of the group have afterwards or before, or in an all-to-all what
-    each of them has.
+    They take place in each micro-batch if `is_each_pass`, else once in `steps_apart` steps. The
+    payload is what all ranks of the group have afterwards or before, or in an all-to-all what each
+    of them has.
 
     With `overlaps`, computation continues meanwhile, except for `tail_bytes`, which no computation
     is left to hide.
@@ -45,9 +46,14 @@ class Exchange:
     group: Group
     payload_bytes: float
     pieces: int
-    times: float
+    is_each_pass: bool
     overlaps: bool
     tail_bytes: float = 0.0
+    steps_apart: int = 1
+
+    def times(self, accumulation: int) -> float:
+        """Return how often it takes place in a step of so many micro-batches."""
+        return accumulation if self.is_each_pass else 1 / self.steps_apart
 
 
 @dataclass(frozen=True)
@@ -82,16 +88,12 @@ def _reach_of_parts(group: Group, shard: int, ranks: Ranks) -> Reach:
     return Reach(len(members[0]), max(map(len, places)), max(leaving.values(), default=1))
 
 
-def exchanges_of(
-    geometry: Geometry, train: Train, ranks: Ranks, accumulation: int, tokens: int
-) -> list[Exchange]:
-    """Return all exchanges of a step of `accumulation` micro-batches of `tokens`; none if alone."""
+def exchanges_of(geometry: Geometry, train: Train, ranks: Ranks) -> list[Exchange]:
+    """Return the exchanges of weights, gradients and updates; none of a rank that is alone."""
     if ranks.total == 1:
         return []
     model = Model.of(geometry, train)
-    of_state = _of_state(geometry, train, ranks, model, accumulation)
-    of_matrices = _of_matrices(geometry, train, ranks)
-    return [*of_state, *of_matrices, *_of_context(geometry, train, accumulation, tokens)]
+    return [*_of_state(geometry, train, ranks, model), *_of_matrices(geometry, train, ranks)]
 
 
 def _of_matrices(geometry: Geometry, train: Train, ranks: Ranks) -> list[Exchange]:
@@ -114,8 +116,8 @@ def _of_matrices(geometry: Geometry, train: Train, ranks: Ranks) -> list[Exchang
                     "all",
                     whole,
                     portion.tensors,
-                    1,
-                    False,
+                    is_each_pass=False,
+                    overlaps=False,
                 )
             )
             continue
@@ -128,52 +130,50 @@ def _of_matrices(geometry: Geometry, train: Train, ranks: Ranks) -> list[Exchang
                 "shard",
                 2 * whole / share,
                 2 * math.ceil(portion.tensors / share),
-                1,
-                False,
+                is_each_pass=False,
+                overlaps=False,
             )
         )
     return found
 
 
-def _of_context(geometry: Geometry, train: Train, times: int, tokens: int) -> list[Exchange]:
+def exchanges_of_context(geometry: Geometry, train: Train, tokens: int) -> list[Exchange]:
     """Return the exchanges of ranks that share blocks: one on each side of a layer's attention.
 
-    The backward pass makes them in reverse, and before that again if layers are recomputed.
-    Attention waits for them.
+    `tokens` are those of a rank in a micro-batch, which the payload is proportional to. The
+    backward pass makes them in reverse, and before that again if layers are recomputed. Attention
+    waits for them.
     """
     if train.ranks_per_block == 1:
         return []
     of_pass = float(tokens * exchanged_bytes_per_token(geometry, train))
     pieces = 2 * geometry.layers
-    back = 1 if recompute_of(train) == "none" else 2
-    return [
-        Exchange(
-            "attention heads", "forward", "all-to-all", "context", of_pass, pieces, times, False
-        ),
-        Exchange(
+    again = 1 if recompute_of(train) == "none" else 2
+
+    def exchange(phase: Phase, times: int) -> Exchange:
+        return Exchange(
             "attention heads",
-            "backward",
+            phase,
             "all-to-all",
             "context",
-            back * of_pass,
-            back * pieces,
-            times,
-            False,
-        ),
-    ]
+            times * of_pass,
+            times * pieces,
+            is_each_pass=True,
+            overlaps=False,
+        )
+
+    return [exchange("forward", 1), exchange("backward", again)]
 
 
-def _of_state(
-    geometry: Geometry, train: Train, ranks: Ranks, model: Model, accumulation: int
-) -> list[Exchange]:
+def _of_state(geometry: Geometry, train: Train, ranks: Ranks, model: Model) -> list[Exchange]:
     """Return the exchanges of weights, gradients and updates."""
     if train.strategy in ("fsdp", "hsdp"):
-        return _of_fsdp(geometry, train, ranks, model, accumulation)
+        return _of_fsdp(geometry, train, ranks, model)
     if train.strategy == "ddp":
         return _of_ddp(geometry, train, model)
     if train.strategy == "zero3":
-        return _of_zero3(geometry, train, model, accumulation)
-    return _of_zero(train, model, accumulation)
+        return _of_zero3(geometry, train, model)
+    return _of_zero(train, model)
 
 
 def _reduced_bytes(train: Train) -> int:
@@ -181,9 +181,7 @@ def _reduced_bytes(train: Train) -> int:
     return HALF_BYTES if train.gradient_compression == "bf16" else FP32_BYTES
 
 
-def _of_fsdp(
-    geometry: Geometry, train: Train, ranks: Ranks, model: Model, times: int
-) -> list[Exchange]:
+def _of_fsdp(geometry: Geometry, train: Train, ranks: Ranks, model: Model) -> list[Exchange]:
     """Return FSDP's exchanges. Embedding and head stay gathered until they are no longer needed.
 
     No computation is left to hide the embedding; a tied head is gathered and reduced with it.
@@ -197,7 +195,6 @@ def _of_fsdp(
     first = float(model.first)
     tail = min(reduced, _reduced_bytes(train) * first) if train.method == "full" else 0.0
     is_kept = stays_gathered(train)
-    every = 1 if is_kept else times
     found = [
         Exchange(
             "weights",
@@ -206,25 +203,32 @@ def _of_fsdp(
             "shard",
             gathered,
             units,
-            every,
-            True,
-            number * first,
+            is_each_pass=not is_kept,
+            overlaps=True,
+            tail_bytes=number * first,
         )
     ]
     if not is_kept:
         found.append(
-            Exchange("weights again", "backward", "all-gather", "shard", again, layers, times, True)
+            Exchange("weights again", "backward", "all-gather", "shard", again, layers, True, True)
         )
     found.append(
         Exchange(
-            "gradients", "backward", "reduce-scatter", "shard", reduced, units, times, True, tail
+            "gradients", "backward", "reduce-scatter", "shard", reduced, units, True, True, tail
         )
     )
     if train.strategy == "hsdp":
         payload = reduced / sharded_over(train, ranks)
         found.append(
             Exchange(
-                "parts of gradients", "backward", "all-reduce", "replicas", payload, units, 1, True
+                "parts of gradients",
+                "backward",
+                "all-reduce",
+                "replicas",
+                payload,
+                units,
+                False,
+                True,
             )
         )
     return found
@@ -246,8 +250,9 @@ def _of_ddp(geometry: Geometry, train: Train, model: Model) -> list[Exchange]:
                 "all",
                 float(checkpoint_bytes(geometry, train)),
                 tensors,
-                1 / train.local_sgd_steps,
-                False,
+                is_each_pass=False,
+                overlaps=False,
+                steps_apart=train.local_sgd_steps,
             )
         ]
     if train.gradient_compression == "powersgd":
@@ -264,9 +269,9 @@ def _of_ddp(geometry: Geometry, train: Train, model: Model) -> list[Exchange]:
             "all",
             payload,
             pieces,
-            1,
-            overlaps,
-            min(tail, payload),
+            is_each_pass=False,
+            overlaps=overlaps,
+            tail_bytes=min(tail, payload),
         )
     ]
 
@@ -281,23 +286,30 @@ def _powersgd_bytes(geometry: Geometry, train: Train) -> float:
     return FP32_BYTES * total
 
 
-def _of_zero(train: Train, model: Model, accumulation: int) -> list[Exchange]:
+def _of_zero(train: Train, model: Model) -> list[Exchange]:
     """Return the exchanges of ZeRO-1, which reduces once a step, or ZeRO-2, per micro-batch."""
     reduced = float(_reduced_bytes(train) * model.trained)
     updated = float(compute_bytes(train) * model.trained)
     pieces = max(1, math.ceil(model.trained / ZERO_BUCKET))
     is_first = train.strategy == "zero1"
     tail = float(_reduced_bytes(train) * model.matrix) if train.method == "full" else 0.0
-    times = 1 if is_first else accumulation
     return [
         Exchange(
-            "gradients", "backward", "all-reduce", "all", reduced, pieces, times, not is_first, tail
+            "gradients",
+            "backward",
+            "all-reduce",
+            "all",
+            reduced,
+            pieces,
+            is_each_pass=not is_first,
+            overlaps=not is_first,
+            tail_bytes=tail,
         ),
-        Exchange("updated weights", "update", "all-gather", "all", updated, pieces, 1, False),
+        Exchange("updated weights", "update", "all-gather", "all", updated, pieces, False, False),
     ]
 
 
-def _of_zero3(geometry: Geometry, train: Train, model: Model, times: int) -> list[Exchange]:
+def _of_zero3(geometry: Geometry, train: Train, model: Model) -> list[Exchange]:
     """Return ZeRO-3's exchanges.
 
     The last layers stay gathered: DeepSpeed keeps what is reused within a distance. That distance,
@@ -312,15 +324,15 @@ def _of_zero3(geometry: Geometry, train: Train, model: Model, times: int) -> lis
     buckets = max(1, math.ceil(model.trained / ZERO_BUCKET))
     tail = float(number * model.matrix)
     found = [
-        Exchange("weights", "forward", "all-gather", "all", gathered, pieces, times, True, tail)
+        Exchange("weights", "forward", "all-gather", "all", gathered, pieces, True, True, tail)
     ]
     if again:
         found.append(
-            Exchange("weights again", "backward", "all-gather", "all", again, pieces, times, True)
+            Exchange("weights again", "backward", "all-gather", "all", again, pieces, True, True)
         )
     return [
         *found,
-        Exchange("gradients", "backward", "reduce-scatter", "all", reduced, buckets, times, True),
+        Exchange("gradients", "backward", "reduce-scatter", "all", reduced, buckets, True, True),
     ]
 
 

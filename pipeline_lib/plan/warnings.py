@@ -9,7 +9,7 @@ from pipeline_lib.core.errors import DataError, PipelineError
 from pipeline_lib.core.store import Store
 from pipeline_lib.plan.amounts import expected_workload
 from pipeline_lib.plan.answer import lacking, question_of
-from pipeline_lib.plan.choose import Wanted, leanest
+from pipeline_lib.plan.choose import leanest
 from pipeline_lib.plan.evaluation import evaluation_warnings
 from pipeline_lib.plan.known import (
     blocks_of,
@@ -17,7 +17,6 @@ from pipeline_lib.plan.known import (
     vocabulary_of,
 )
 from pipeline_lib.plan.predict import host_bytes_of_node, lacks_host_memory
-from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.steps import (
     Steps,
     estimated_steps,
@@ -87,13 +86,10 @@ def on_memory(config: Config, store: Store) -> Iterator[Finding]:
         return
     if machine is None or machine.is_gpu or is_sealed(config, store, "train"):
         return
-    setting = Setting(
-        question.geometry, machine, question.workload, batch.global_batch_blocks, batch.steps
-    )
-    ways = leanest(Wanted(setting, question.train, question.held, question.has_deepspeed))
-    if not ways:
+    way = leanest(question.case(machine, batch))
+    if way is None:
         return
-    train, memory = ways[0]
+    train, memory = way
     if lacks_host_memory(memory, machine):
         found = finding_of("warning", lacking(train, memory, machine))
         yield replace(found, numbers={"needed_bytes": host_bytes_of_node(memory, machine)})

@@ -1,21 +1,18 @@
-"""The training data in numbers, and the case that a prediction is of."""
+"""The training data in numbers, and which keys it leaves to the plan."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.arch.layers import (
     can_compile,
     is_compiled,
     keeps_on_host,
-    micro_batch_tokens,
     stays_gathered,
 )
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.train import AUTO, CHOSEN_KEYS, Train
 from pipeline_lib.core.units import count
-from pipeline_lib.plan.machine import End, Machine, Ranks
+from pipeline_lib.plan.machine import End
 from pipeline_lib.records.data import BlockIndex
 from pipeline_lib.records.plan import TO_A_BLOCK, Workload
 
@@ -112,40 +109,6 @@ def in_words(train: Train, accumulation: int) -> list[str]:
     if is_compiled(train):
         words.append("compiled")
     return words
-
-
-# The case: what a prediction is of.
-
-
-@dataclass(frozen=True)
-class Case:
-    """One way to train a model on a machine, with `batch_blocks` blocks a step.
-
-    `steps` and `epoch_steps`, those of the run and of an epoch, are None while unknown.
-    """
-
-    geometry: Geometry
-    train: Train
-    machine: Machine
-    workload: Workload
-    batch_blocks: int
-    steps: int | None = None
-    epoch_steps: int | None = None
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks of the machine."""
-        return Ranks.of(self.machine)
-
-    @property
-    def accumulation(self) -> int:
-        """The micro-batches of a rank in a step."""
-        return self.train.accumulation(self.batch_blocks, self.machine.ranks)
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """The tokens of a micro-batch on a rank, padding included."""
-        return micro_batch_tokens(self.train, self.workload.block_tokens)
 
 
 def workload_from(

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline_lib.config.content import WEIGHTS_SUFFIXES
 from pipeline_lib.config.findings import Finding, Kind, refuse
@@ -17,8 +18,7 @@ from pipeline_lib.core.files import unreadable_named
 from pipeline_lib.core.run_folder import PLAN_NAME
 from pipeline_lib.core.store import Store, read_manifest
 from pipeline_lib.core.units import GIGA, brief, count
-from pipeline_lib.plan.answer import Question, answer, question_of
-from pipeline_lib.plan.memory import host_need_of_plan
+from pipeline_lib.plan.host import host_need_of_plan
 from pipeline_lib.plan.stages import (
     FILE_BYTES_S,
     Run,
@@ -42,6 +42,9 @@ from pipeline_lib.slurm.cluster import (
 )
 from pipeline_lib.slurm.request import JobRequest
 from pipeline_lib.slurm.site import Site
+
+if TYPE_CHECKING:
+    from pipeline_lib.plan.answer import Question
 
 _UNKNOWN_MB = 64_000
 
@@ -147,6 +150,9 @@ class Foresight:
 
     def plan_of(self, config: Config) -> PlanDocument | None:
         """Return what is known now; None if that is too little, or if it will be refused."""
+        # Imported here, and below, because it loads numpy, which a launcher does without.
+        from pipeline_lib.plan.answer import question_of
+
         try:
             question = question_of(config, self._store)
         except (ConfigError, DataError):
@@ -161,7 +167,9 @@ class Foresight:
         return found
 
 
-def _answered(question: Question) -> PlanDocument | None:
+def _answered(question: "Question") -> PlanDocument | None:
+    from pipeline_lib.plan.answer import answer
+
     try:
         return answer(question, is_explained=False).content
     except (ConfigError, DataError):
@@ -286,6 +294,8 @@ def refuse_long_evaluation(config: Config, store: Store, site: Site) -> None:
 
 def _run_of(config: Config, store: Store) -> Run:
     """Return what is known of the experiment for its stages."""
+    from pipeline_lib.plan.answer import question_of
+
     geometry = None
     machine = None
     workload = assumed_workload(config)

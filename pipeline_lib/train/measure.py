@@ -11,7 +11,7 @@ from pipeline_lib.arch.geometry import Geometry, step_flops
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.events import EventLog
 from pipeline_lib.model.prefetch import Prefetcher, Read
-from pipeline_lib.plan.machine import peak_flops
+from pipeline_lib.plan.gpus import peak_flops
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.gpu_activity import StepProfiler
 from pipeline_lib.train.gpu_sampler import GpuSampler, gpu_sampler

@@ -13,7 +13,7 @@ from benchmarks.kernels.report import Report
 from benchmarks.kernels.summary import ONLY_FULL, POINTWISE, step_of
 from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.core.units import MIB
-from pipeline_lib.plan.machine import find_gpu
+from pipeline_lib.plan.gpus import find_gpu
 
 GEOMETRY = Geometry(64, 16, 48, 2, 2, 1, 16, tied=False, max_positions=1024)
 

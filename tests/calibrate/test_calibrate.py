@@ -185,7 +185,7 @@ def test_what_a_node_sends_is_counted_as_the_plan_does() -> None:
     placed = Ranks(ranks, ranks // nodes)
     kinds: dict[str, Kind] = {"all_reduce": "all-reduce", "all_gather": "all-gather"}
     for kind, name in kinds.items():
-        exchange = Exchange("x", "update", name, "all", size_bytes, 1, 1, False)
+        exchange = Exchange("x", "update", name, "all", size_bytes, 1, False, False)
         planned = duration_of(exchange, Train(), placed, machine.speeds(), End.EXPECTED)
         assert sent_by_node(Collective(kind, size_bytes, ranks, 1.0), nodes) == planned.sent_bytes
 

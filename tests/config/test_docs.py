@@ -9,7 +9,7 @@ from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.docs import config_json_schema, config_page
 from pipeline_lib.config.load import load_configs
 from pipeline_lib.config.rope import Rope
-from pipeline_lib.config.schema import ConfigFile
+from pipeline_lib.config.schema import ConfigFile, GpuSheet
 from pipeline_lib.config.train import PLACEMENT_KEYS, RENAMED
 from tests.config.keys import all_keys, plain
 from tests.docs.pages import read, yaml_blocks
@@ -58,7 +58,11 @@ def test_the_examples_of_sweeps_pass_beside_the_demo(tmp_path: Path) -> None:
 def test_every_key_has_a_row_with_its_meaning() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+) \|$", config_page(), re.MULTILINE)
 
-    keys = [*(plain(key).rpartition(".")[2] for key in all_keys(ConfigFile)), *Rope.model_fields]
+    keys = [
+        *(plain(key).rpartition(".")[2] for key in all_keys(ConfigFile)),
+        *Rope.model_fields,
+        *GpuSheet.model_fields,
+    ]
     assert sorted(row[0] for row in rows) == sorted(keys)
     for key, *cells in rows:
         assert all(cell.strip() for cell in cells), f"{key} has an empty cell"
@@ -117,7 +121,11 @@ def test_the_schema_knows_every_key_and_refuses_others() -> None:
         "guards",
     }
     # `train` is a section of the file and a list in `data`.
-    keys = [*(plain(key).rpartition(".")[2] for key in all_keys(ConfigFile)), *Rope.model_fields]
+    keys = [
+        *(plain(key).rpartition(".")[2] for key in all_keys(ConfigFile)),
+        *Rope.model_fields,
+        *GpuSheet.model_fields,
+    ]
     assert sorted(name for name in names if name not in holders) == sorted(keys)
     assert all(section["additionalProperties"] is False for section in sections)
     assert schema["required"] == ["experiment", "model", "data"]

@@ -570,20 +570,24 @@ def test_an_override_replaces_what_the_file_says(
     assert found == value
 
 
-def test_overrides_fit_together_before_they_are_checked_and_the_last_one_counts(
-    tmp_path: Path,
-) -> None:
+def test_overrides_fit_together_before_they_are_checked(tmp_path: Path) -> None:
     path = written(tmp_path, VALID)
     overrides = [
-        "cluster.nodes=2",
-        "cluster.internode_gbit_s=9",
         "cluster.nodes=4",
+        "cluster.internode_gbit_s=9",
         "data.train[0].max_rows=7",
     ]
     config = load_config(path, overrides)
     assert (config.cluster.nodes, config.cluster.internode_gbit_s) == (4, 9.0)
     assert config.data.train[0].model_dump()["max_rows"] == 7
     assert load_config(path).cluster.nodes == 1
+
+
+def test_a_key_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    """The last one counted in silence, under the names of both."""
+    path = written(tmp_path, VALID)
+    with pytest.raises(ConfigError, match="--what-if cluster.gpu: given 2 times .4090 and h100."):
+        load_config(path, ["cluster.gpu=4090", "cluster.gpu=h100"])
 
 
 # Overrides of VALID with a train section in line 5, and all that is said of them.

@@ -12,7 +12,8 @@ from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.core.events import read_events
 from pipeline_lib.core.units import gib
 from pipeline_lib.model.gpu import has_triton
-from pipeline_lib.plan.machine import Ranks, peak_flops
+from pipeline_lib.plan.gpus import peak_flops
+from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import predict
 from pipeline_lib.train.rank import RankJob
 from tests.gpu.wide import WIDE_BLOCK_TOKENS, wide_arena

@@ -1,6 +1,10 @@
 """Machines and models that tests of the plan share."""
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from pipeline_lib.arch.geometry import Geometry
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import (
     GIB,
     from_gbit_per_s,
@@ -8,8 +12,10 @@ from pipeline_lib.core.units import (
     from_gigabytes,
     from_teraflops,
 )
+from pipeline_lib.plan.case import Case
+from pipeline_lib.plan.choose import leanest
 from pipeline_lib.plan.machine import Machine
-from pipeline_lib.records.plan import Rate, Workload
+from pipeline_lib.records.plan import Memory, Rate, Workload
 
 QWEN3_06B = Geometry(151936, 1024, 3072, 28, 16, 8, 128, True, 40960)
 QWEN3_17B = Geometry(151936, 2048, 6144, 28, 16, 8, 128, True, 40960)
@@ -84,6 +90,30 @@ def a10s(nodes: int, between_gbit_s: float = 9.0) -> Machine:
         stream_gbyte_s=500,
         in_node_gbyte_s=4.3,
     )
+
+
+def case_of(
+    geometry: Geometry,
+    machine: Machine,
+    data: Workload,
+    batch_blocks: int,
+    steps: int | None = None,
+) -> Case:
+    """A training of which tests say later how it is to be done."""
+    return Case(geometry, Train(), machine, data, batch_blocks, steps)
+
+
+def asking(
+    case: Case, train: Train, held: Collection[str] = (), has_deepspeed: bool = True
+) -> Case:
+    return replace(case, train=train, held=held, has_deepspeed=has_deepspeed)
+
+
+def lean(case: Case) -> tuple[Train, Memory]:
+    """The legal way that lacks least memory; there has to be one."""
+    way = leanest(case)
+    assert way is not None
+    return way
 
 
 def workload(block_tokens: int = 4096, document_tokens: float = 500.0) -> Workload:

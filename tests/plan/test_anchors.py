@@ -13,13 +13,13 @@ import pytest
 
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.units import brief
-from pipeline_lib.plan.choose import Wanted, choose
+from pipeline_lib.plan.case import Case
+from pipeline_lib.plan.choose import choose
+from pipeline_lib.plan.counterfactuals import advice
 from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.predict import Prediction, predict_step
-from pipeline_lib.plan.search import Setting
-from pipeline_lib.plan.words import advice, describe, why_not_others
-from pipeline_lib.plan.workload import Case
-from tests.plan.fleet import QWEN2_15B, QWEN3_8B, a10s, machine, workload
+from pipeline_lib.plan.words import describe, why_not_others
+from tests.plan.fleet import QWEN2_15B, QWEN3_8B, a10s, asking, case_of, machine, workload
 
 THEIR_BLOCKS = 2  # of 512 tokens, a micro-batch
 ACCUMULATION = 2
@@ -107,56 +107,55 @@ def test_more_accumulation_makes_the_second_node_worth_having_under_hsdp_and_zer
 def test_of_more_accumulation_hsdp_or_zero1_makes_most() -> None:
     """With their micro-batches, sixteen of them a step."""
     cluster = a10s(2)
-    setting = Setting(
+    setting = case_of(
         QWEN2_15B, cluster, workload(512, 512), THEIR_BLOCKS * 16 * cluster.ranks, None
     )
     train = Train(strategy="auto", micro_batch_blocks=THEIR_BLOCKS)
-    chosen = choose(setting, train, ("micro_batch_blocks", "recompute", "offload"), True).chosen
+    chosen = choose(
+        asking(setting, train, ("micro_batch_blocks", "recompute", "offload"), True)
+    ).chosen
     assert chosen.train.strategy in ("hsdp", "zero1")
 
 
 def test_what_is_advised_does_what_is_said() -> None:
     cluster = a10s(2)
-    setting = Setting(
+    setting = case_of(
         QWEN2_15B, cluster, workload(512, 512), THEIR_BLOCKS * ACCUMULATION * cluster.ranks, None
     )
     train = Train(strategy="zero3", micro_batch_blocks=THEIR_BLOCKS)
-    choice = choose(setting, train, (), True)
+    choice = choose(asking(setting, train, (), True))
     now = choice.chosen
-    said = [change.sentence for change in advice(choice, Wanted(setting, train, (), True))]
-    best = choose(setting, Train(strategy="auto"), (), True).chosen
-    assert said[0].startswith("train.strategy: auto")
-    assert describe(best) in said[0]
-    assert brief(best.step_s.value) in said[0]
-    [faster] = [
-        text
-        for text in said
-        if " between nodes instead of 9 Gbit/s would hide the communication" in text
-    ]
+    said = [change.sentence for change in advice(choice, asking(setting, train, (), True))]
+    best = choose(asking(setting, Train(strategy="auto"), (), True)).chosen
+    [free] = [text for text in said if text.startswith("train.strategy: auto")]
+    assert describe(best) in free
+    assert brief(best.step_s.value) in free
+    [faster] = [text for text in said if "instead of 9 Gbit/s, that would hide the com" in text]
     rate = float(re.match(r"([\d.]+) Gbit/s", faster)[1])  # type: ignore[index]
     wide = replace(setting, machine=cluster.with_rate("between_bytes_s", rate / 8 * 1e9))
-    assert f": {brief(choose(wide, train, (), True).chosen.step_s.value)} a step" in faster
-    [alone] = [text for text in said if text.startswith("one node (zero3")]
-    one = choose(replace(setting, machine=a10s(1)), train, (), True).chosen
-    assert f" would be {now.step_s.value / one.step_s.value:.2f} times as fast as 2 nodes" in alone
+    then = choose(asking(wide, train)).chosen
+    assert f": {brief(then.step_s.value)} a step instead of {brief(now.step_s.value)}" in faster
+    [alone] = [text for text in said if text.startswith("cluster.nodes: 1 (zero3")]
+    one = choose(asking(replace(setting, machine=a10s(1)), train)).chosen
+    assert f": {brief(one.step_s.value)} a step" in alone
 
 
 def test_a_larger_batch_gives_what_is_said() -> None:
     cluster, train = a10s(2), Train(strategy="auto")
-    setting = Setting(
+    setting = case_of(
         QWEN2_15B, cluster, workload(512, 512), THEIR_BLOCKS * ACCUMULATION * cluster.ranks, None
     )
-    choice = choose(setting, train, (), True)
-    said = [change.sentence for change in advice(choice, Wanted(setting, train, (), True))]
+    choice = choose(asking(setting, train, (), True))
+    said = [change.sentence for change in advice(choice, asking(setting, train, (), True))]
     [larger] = [text for text in said if "global_batch_tokens" in text]
-    tokens, gain = re.search(r"tokens: ([0-9,]+) .* would give ([0-9.]+) times", larger).groups()  # type: ignore[union-attr]
+    tokens, gain = re.search(r"tokens: ([0-9,]+) .*: ([0-9.]+) times the", larger).groups()  # type: ignore[union-attr]
     blocks = int(tokens.replace(",", "")) // 512
-    then = choose(replace(setting, batch_blocks=blocks), train, (), True).chosen
+    then = choose(asking(replace(setting, batch_blocks=blocks), train, (), True)).chosen
     factor = blocks / setting.batch_blocks
     assert float(gain) == pytest.approx(
         factor * choice.chosen.step_s.value / then.step_s.value, abs=0.01
     )
-    assert "one node (" in " ".join(said)
+    assert "cluster.nodes: 1 (" in " ".join(said)
 
 
 def test_the_cost_of_dropout_in_the_adapters_is_said() -> None:
@@ -164,13 +163,13 @@ def test_the_cost_of_dropout_in_the_adapters_is_said() -> None:
 
     What it promises is what that plan predicts.
     """
-    setting = Setting(QWEN3_8B, machine(1), workload(4096, 1000), 128, None)
+    setting = case_of(QWEN3_8B, machine(1), workload(4096, 1000), 128, None)
 
     def planned(dropout: float) -> tuple[Prediction, list[str]]:
         train = Train(strategy="auto", method="lora", lora=Lora(dropout=dropout))
-        choice = choose(setting, train, (), True)
+        choice = choose(asking(setting, train, (), True))
         return choice.chosen, [
-            change.sentence for change in advice(choice, Wanted(setting, train, (), True))
+            change.sentence for change in advice(choice, asking(setting, train, (), True))
         ]
 
     slow, said = planned(0.05)
@@ -227,8 +226,8 @@ def test_a_large_model_is_sharded_within_the_node_over_a_slow_network() -> None:
     """DeepSpeed 6889, LLaMA-Factory 6372: 72B; sharding in nodes of 8 (hpZ) was fast again."""
     big = replace(QWEN3_8B, hidden=8192, intermediate=29568, layers=80, heads=64)
     cluster = machine(4, between_gbit_s=100, memory_gib=280)
-    setting = Setting(big, cluster, workload(2048, 500), 32, None)
-    choice = choose(setting, Train(strategy="auto", method="lora"), (), True)
+    setting = case_of(big, cluster, workload(2048, 500), 32, None)
+    choice = choose(asking(setting, Train(strategy="auto", method="lora"), (), True))
     said = " ".join(why_not_others(choice, setting))
     assert choice.best["hsdp"].step_s.value < 0.7 * choice.best["zero3"].step_s.value
     assert choice.chosen.train.strategy in ("hsdp", "ddp", "zero1", "zero2")

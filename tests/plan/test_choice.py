@@ -11,14 +11,14 @@ import pytest
 from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.config.schema import Cluster, Tracking
 from pipeline_lib.config.train import Train
-from pipeline_lib.core.errors import DataError
 from pipeline_lib.plan.answer import Question, answer
-from pipeline_lib.plan.choose import Choice, choose
+from pipeline_lib.plan.case import Case
+from pipeline_lib.plan.choose import AS_GOOD, Choice, best_way, choose
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.predict import host_bytes_of_node, predict_step
-from pipeline_lib.plan.search import AS_GOOD, Setting, groups, simplest_of_fastest
 from pipeline_lib.plan.words import why_chosen
 from pipeline_lib.records.plan import Workload
+from tests.plan.fleet import asking, case_of
 
 MODELS = (
     "Qwen3-0.6B",
@@ -51,29 +51,26 @@ OFFLOADED = [
 SAMPLED = [*OFFLOADED, ("Qwen3-30B-A3B", ("rtx 4090", 1, 4), "lora"), *CASES[::31]]
 
 
-def setting_of(model: str, cluster: tuple[str, int, int]) -> Setting:
+def setting_of(model: str, cluster: tuple[str, int, int]) -> Case:
     gpu, nodes, per_node = cluster
     config = Cluster(
         nodes=nodes, gpus_per_node=per_node, gpu=gpu, internode_gbit_s=100 if nodes > 1 else None
     )
     machine = machine_of(config, "bf16", None)
     assert machine is not None
-    return Setting(geometry_in(published(f"Qwen/{model}") or {}), machine, BLOCKS, 64, None)
+    return case_of(geometry_in(published(f"Qwen/{model}") or {}), machine, BLOCKS, 64, None)
 
 
 def chosen(
     model: str, cluster: tuple[str, int, int], method: str, **keys: object
-) -> tuple[Choice, Setting] | None:
+) -> tuple[Choice, Case] | None:
     """None if nothing fits."""
     setting = setting_of(model, cluster)
     train = Train.model_validate(
         {"strategy": "auto", "method": method, "global_batch_tokens": 64 * 4096, **keys}
     )
-    try:
-        return choose(setting, train, (), has_deepspeed=True), setting
-    except DataError as error:
-        assert "to train fits" in str(error)
-        return None
+    found = choose(asking(setting, train))
+    return (found, setting) if found.chosen.fits else None
 
 
 def check(model: str, cluster: tuple[str, int, int], method: str) -> bool:
@@ -87,7 +84,7 @@ def check(model: str, cluster: tuple[str, int, int], method: str) -> bool:
     assert choice.chosen.step_s.value <= (1 + AS_GOOD) * min(fitting_s)
     said = why_chosen(choice, setting, is_auto=True)
     assert re.search(
-        rf"{choice.fitting} of {choice.considered} ways to train fit.* simplest one within 2%", said
+        rf"{choice.fitting} of {choice.considered} ways to train fit.* simplest one within 1%", said
     )
     return True
 
@@ -113,11 +110,11 @@ def test_the_fastest_way_that_lacks_little_is_told_with_what_it_lacks() -> None:
     found = chosen("Qwen3-30B-A3B", ("rtx 4090", 1, 8), "lora")
     assert found is not None and found[0].near is not None
     (choice, setting), near = found, found[0].near
-    assert near.way.step_s.value * 2 < choice.chosen.step_s.value
+    assert near.way.step_s.value * 1.02 < choice.chosen.step_s.value
     assert (near.gpu_bytes, near.is_margin) == (0, False)
-    assert near.host_bytes == host_bytes_of_node(near.way.memory, setting.machine) - 64 * 10**9
-    enough = replace(setting.machine, host_memory_bytes=near.host_bytes + 64 * 10**9)
-    assert replace(setting, machine=enough).predict(near.way.train).fits
+    assert near.host_bytes == host_bytes_of_node(near.way.memory, setting.machine) - 256 * 10**9
+    enough = replace(setting.machine, host_memory_bytes=near.host_bytes + 256 * 10**9)
+    assert best_way(replace(setting, machine=enough).by(near.way.train)).fits
 
     kept = {"strategy": "fsdp", "offload": "none", "offload_activations": False}
     found = chosen("Qwen3-32B", ("h100", 1, 8), "lora", **kept)
@@ -131,59 +128,10 @@ def test_the_fastest_way_that_lacks_little_is_told_with_what_it_lacks() -> None:
     assert re.search(
         r"only the margin lacks: a GPU needs [\d.]+ GiB of 79.1 GiB, and 6% are kept free", said
     )
-    assert (
-        predict_step(setting.case(near.way.train)).step_s.value * 1.02 < choice.chosen.step_s.value
-    )
+    assert predict_step(setting.by(near.way.train)).step_s.value * 1.02 < choice.chosen.step_s.value
 
     found = chosen("Qwen3-0.6B", ("h100", 1, 8), "full")
     assert found is not None and found[0].near is None
-
-
-def search_is_exact(
-    model: str, cluster: tuple[str, int, int], method: str, steps: int | None
-) -> None:
-    """Compare the search of groups with an estimate of every way; the batch has many divisors."""
-    setting = replace(setting_of(model, cluster), batch_blocks=960, steps=steps)
-    train = Train.model_validate(
-        {"strategy": "auto", "method": method, "global_batch_tokens": 960 * 4096}
-    )
-    found = groups(setting, train, ())
-    estimates = [group.at(place) for group in found for place in range(len(group.sizes))]
-    fitting = [way for way in estimates if way.fits]
-    assert sum(group.fitting for group in found) == len(fitting)
-    chosen = simplest_of_fastest(setting, found)
-    if chosen is None:
-        assert not fitting
-        return
-    limit_s = min(way.cost_s for way in fitting) * (1 + AS_GOOD)
-    simplest = min(
-        (way for way in fitting if way.cost_s <= limit_s), key=lambda way: way.complexity
-    )
-    assert chosen.train == simplest.train
-
-
-@pytest.mark.parametrize(
-    ("model", "cluster", "method", "steps"),
-    [
-        ("Qwen3-30B-A3B", ("h100", 1, 8), "full", None),
-        ("Qwen3-8B", ("a100 40gb", 1, 4), "full", 40),
-        ("Qwen3-14B", ("rtx 4090", 2, 8), "lora", None),
-        ("Qwen3-8B", ("rtx 3090", 1, 1), "lora", None),
-    ],
-)
-def test_what_is_not_predicted_would_not_have_been_chosen(
-    model: str, cluster: tuple[str, int, int], method: str, steps: int | None
-) -> None:
-    search_is_exact(model, cluster, method, steps)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "cluster", "method"), CASES[::47])
-def test_what_is_not_predicted_would_not_have_been_chosen_of_any(
-    model: str, cluster: tuple[str, int, int], method: str
-) -> None:
-    for steps in (None, 300):
-        search_is_exact(model, cluster, method, steps)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +141,9 @@ def test_what_is_not_predicted_would_not_have_been_chosen_of_any(
 def test_a_plan_of_many_nodes_takes_seconds(
     model: str, nodes: int, block_tokens: int, blocks: int
 ) -> None:
-    """Thousands of ways, and the searches of the advice: 55 and 10 s when each was predicted.
+    """Hundreds of thousands of ways, and the questions of the advice, which ask for them again.
 
-    A plan may take 3 s.
+    The choice alone takes less than a second.
     """
     cluster = Cluster(nodes=nodes, gpus_per_node=8, gpu="h200", internode_gbit_s=400)
     question = Question(
@@ -212,7 +160,7 @@ def test_a_plan_of_many_nodes_takes_seconds(
     )
     begun_s = time.process_time()
     found = answer(question)
-    assert time.process_time() - begun_s < 3
+    assert time.process_time() - begun_s < 6
     assert found.refusal is None
 
 

@@ -14,14 +14,16 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import from_gigabytes, gib
 from pipeline_lib.plan.answer import Answer, Question, answer
-from pipeline_lib.plan.choose import choose
+from pipeline_lib.plan.case import Case
+from pipeline_lib.plan.choose import AS_GOOD, choose
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.context import sharing_counts
+from pipeline_lib.plan.legal import rank_counts
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.predict import Prediction, host_bytes_of_node
-from pipeline_lib.plan.search import AS_GOOD, Setting
 from pipeline_lib.plan.show import render
 from pipeline_lib.records.plan import Workload
+from tests.plan.fleet import asking, case_of
 
 LONG = 131_072
 PAGES = [
@@ -108,16 +110,16 @@ def way_with(count: int, question: Question) -> Prediction | None:
     setting = setting_of(question)
     train = question.train.model_copy(update={"context_ranks": count})
     try:
-        return choose(setting, train, ("context_ranks",), has_deepspeed=True).chosen
+        return choose(asking(setting, train, ("context_ranks",), True)).chosen
     except DataError:
         return None
 
 
-def setting_of(question: Question) -> Setting:
+def setting_of(question: Question) -> Case:
     machine = machine_of(question.cluster, "bf16", None)
     assert machine is not None
     blocks = question.train.global_batch_tokens // question.workload.block_tokens
-    return Setting(question.geometry, machine, question.workload, blocks, None)
+    return case_of(question.geometry, machine, question.workload, blocks, None)
 
 
 @pytest.mark.parametrize(
@@ -127,10 +129,9 @@ def test_no_number_that_may_be_given_is_faster(
     model: str, cluster: dict[str, Any], block_tokens: int, blocks: int, method: str
 ) -> None:
     question = asked(model, cluster, block_tokens, blocks, method=method)
-    found = choose(setting_of(question), question.train, (), has_deepspeed=True).chosen
-    within_a_node = [
-        count for count in setting_of(question).rank_counts(question.train, ()) if count <= 8
-    ]
+    found = choose(asking(setting_of(question), question.train, (), True)).chosen
+    counts = rank_counts(asking(setting_of(question), question.train))
+    within_a_node = [count for count in counts if count <= 8]
     given = {
         count: way for count in within_a_node if (way := way_with(count, question)) is not None
     }
@@ -165,8 +166,8 @@ def test_a_named_strategy_gets_the_ranks_that_it_needs() -> None:
         (792, 1, True, "auto"),
         (688, 1, False, "auto"),
         (687, 1, False, 35),
-        (539, 1, False, 19),
-        (538, 2, True, "auto"),
+        (565, 1, False, 22),
+        (564, 2, True, "auto"),
     ],
 )
 def test_the_long_context_pages_say_with_how_much_host_memory_ranks_share_blocks(
@@ -176,7 +177,7 @@ def test_the_long_context_pages_say_with_how_much_host_memory_ranks_share_blocks
     assert (train.context_ranks, train.save_async) == (count, is_copied)
     assert train.kept_attention_layers == kept
     for page in PAGES:
-        assert {"792", "688", "539"} <= set(re.findall(r"\d+", page.read_text(encoding="utf-8")))
+        assert {"792", "688", "565"} <= set(re.findall(r"\d+", page.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])

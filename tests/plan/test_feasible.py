@@ -12,19 +12,17 @@ from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.plan.choose import (
-    Wanted,
-    choose,
-    leanest,
-    no_way,
-    smallest_cluster,
-    what_would_fit,
-)
+from pipeline_lib.plan.case import Case
+from pipeline_lib.plan.choose import Needs, best_way, choose, fits_somehow, leanest, no_way
 from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.machine import Machine, find_gpu
+from pipeline_lib.plan.fitting import blocks_at_once, on, smallest_cluster, what_would_fit
+from pipeline_lib.plan.gpus import find_gpu
+from pipeline_lib.plan.legal import rank_counts, ways_of
+from pipeline_lib.plan.machine import Machine
+from pipeline_lib.plan.predict import memory_of
 from pipeline_lib.plan.remedies import Load, remedies
-from pipeline_lib.plan.search import Setting, groups
 from pipeline_lib.records.plan import Workload
+from tests.plan.fleet import asking, case_of, lean
 
 BLOCKS = Workload(2048, 0.98, 0.5, 512.0, None, None, is_assumed=True)
 
@@ -38,24 +36,21 @@ def wanted(
     deepspeed: bool = True,
     batch_blocks: int = 64,
     **train: object,
-) -> Wanted:
+) -> Case:
     cluster = Cluster(gpus_per_node=per_node, gpu=gpu, memory_gb=memory_gb)
     machine = machine_of(cluster, "bf16", None)
     assert machine
-    setting = Setting(geometry_in(published(name) or {}), machine, BLOCKS, batch_blocks, None)
+    setting = case_of(geometry_in(published(name) or {}), machine, BLOCKS, batch_blocks, None)
     settings = Train.model_validate(
         {"strategy": "auto", "global_batch_tokens": batch_blocks * 2048, **train}
     )
-    return Wanted(setting, settings, held, deepspeed)
+    return asking(setting, settings, held, deepspeed)
 
 
-def ways(setting: Setting, train: Train, held: Collection[str]) -> list[Train]:
+def ways(asked: Case) -> list[Train]:
     """All of them, one by one."""
-    return [
-        group.way(place)
-        for group in groups(setting, train, held)
-        for place in range(len(group.sizes))
-    ]
+    table = ways_of(asked, rank_counts(asked))
+    return [table.train(row) for row in range(len(table))]
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b"])
@@ -69,33 +64,33 @@ def test_it_fits_if_any_of_all_ways_does(
 ) -> None:
     asked = wanted(name, gpu, per_node, memory_gb, held, deepspeed)
     try:
-        choose(asked.setting, asked.train, held, deepspeed)
+        choice = choose(asked)
     except DataError:
-        assert not asked.fits
+        assert not fits_somehow(asked)
     else:
-        assert asked.fits
+        assert fits_somehow(asked) == choice.chosen.fits
 
 
 @pytest.mark.parametrize(("gpu", "per_node"), [("a10", 1), ("h200", 8)])
 def test_the_leanest_way_is_the_leanest_of_all(gpu: str, per_node: int) -> None:
     asked = wanted("qwen3-1.7b", gpu, per_node, memory_gb=2000)
     found = [
-        asked.setting.predict(train).memory.total_bytes
-        for train in ways(asked.setting, asked.train, ())
+        memory_of(asked.by(train)).total_bytes
+        for train in ways(asked)
+        if train.context_ranks == lean(asked)[0].context_ranks
     ]
-    assert leanest(asked)[0][1].total_bytes == min(found)
+    assert lean(asked)[1].total_bytes == min(found)
 
 
-def can_train(asked: Wanted, machine: Machine) -> bool:
+def can_train(asked: Case, machine: Machine) -> bool:
     """By the whole search, on another machine."""
     blocks = max(64, machine.ranks)
-    setting = replace(asked.setting, machine=machine, batch_blocks=blocks)
-    return any(setting.predict(train).fits for train in ways(setting, asked.train, asked.held))
+    return bool(Needs.of(replace(asked, machine=machine, batch_blocks=blocks)).fits.any())
 
 
 def test_the_smallest_cluster_is_enough_and_a_smaller_one_is_not() -> None:
     asked = wanted("qwen3-8b", "a10", 2, memory_gb=600, held=("offload",))
-    machine = asked.setting.machine
+    machine = asked.machine
     said = smallest_cluster(asked)
     assert said is not None
     assert said.startswith("cluster.nodes 8 with cluster.gpus_per_node 2 of A10 (which needs ")
@@ -113,7 +108,7 @@ def test_the_smallest_cluster_is_enough_and_a_smaller_one_is_not() -> None:
     assert not can_train(asked, replace(machine, gpu_memory_bytes=smaller.memory_bytes))
 
 
-SMALLEST: dict[str, Wanted] = {
+SMALLEST: dict[str, Case] = {
     "three within a node": wanted("qwen3-1.7b", "a10", 1, 600, ("offload",), batch_blocks=12),
     "a batch that few can share": wanted(
         "qwen3-1.7b", "a10", 1, 600, ("offload",), batch_blocks=10
@@ -141,7 +136,7 @@ SMALLEST: dict[str, Wanted] = {
 
 @pytest.mark.parametrize("asked", SMALLEST.values(), ids=SMALLEST)
 def test_of_all_clusters_from_now_on_that_share_the_batch_the_one_with_the_fewest_gpus_is_named(
-    asked: Wanted,
+    asked: Case,
 ) -> None:
     """Nodes that use fewer of their GPUs than now count only where no others would do."""
     said = smallest_cluster(asked)
@@ -151,10 +146,10 @@ def test_of_all_clusters_from_now_on_that_share_the_batch_the_one_with_the_fewes
     )
     assert match, said
     nodes, per_node = int(match[1] or 1), int(match[2])
-    machine, blocks = asked.setting.machine, asked.setting.batch_blocks
-    at_once = asked.blocks_at_once(replace(machine, nodes=1, ranks_per_node=1))
+    machine, blocks = asked.machine, asked.batch_blocks
+    at_once = blocks_at_once(asked, replace(machine, nodes=1, ranks_per_node=1))
     assert ("train.global_batch_tokens" in (said or "")) == (nodes * per_node * at_once > blocks)
-    assert asked.on(replace(machine, nodes=nodes, ranks_per_node=per_node)).fits
+    assert fits_somehow(on(asked, replace(machine, nodes=nodes, ranks_per_node=per_node)))
     now, total = machine.ranks_per_node, nodes * per_node
     assert total >= machine.ranks
     sharing = [
@@ -170,7 +165,8 @@ def test_of_all_clusters_from_now_on_that_share_the_batch_the_one_with_the_fewes
         shapes += [(1, total)] if total <= 8 else []
         shapes += [(total // now, now)] if total % now == 0 and per_node != now else []
     assert not any(
-        asked.on(replace(machine, nodes=n, ranks_per_node=size)).fits for n, size in shapes
+        fits_somehow(on(asked, replace(machine, nodes=n, ranks_per_node=size)))
+        for n, size in shapes
     )
 
 
@@ -191,18 +187,17 @@ def test_the_smallest_cluster_is_found_while_people_wait(freeze: tuple[str, ...]
 
 def test_who_says_how_many_ranks_shard_gets_replicas_only() -> None:
     asked = wanted("qwen3-1.7b", "h200", 8, 600, ("shard_ranks",), shard_ranks=4)
-    ways = [train for train, _ in leanest(asked)]
-    assert {(train.strategy, train.shard_ranks) for train in ways} == {("hsdp", 4)}
+    assert {(train.strategy, train.shard_ranks) for train in ways(asked)} == {("hsdp", 4)}
     given = wanted("qwen3-1.7b", "h200", 8, 600, ("shard_ranks",), shard_ranks=None)
-    assert "hsdp" not in {train.strategy for train, _ in leanest(given)}
+    assert "hsdp" not in {train.strategy for train in ways(given)}
 
 
 def test_the_least_host_memory_is_that_of_as_many_ranks_to_a_block_as_need_least() -> None:
-    def given(memory_gb: int) -> Wanted:
+    def given(memory_gb: int) -> Case:
         return in_blocks_of(32_768, wanted("qwen3-4b", "a10", 8, memory_gb))
 
-    def ranks_to_a_block(asked: Wanted) -> int:
-        return leanest(asked)[0][0].ranks_per_block
+    def ranks_to_a_block(asked: Case) -> int:
+        return lean(asked)[0].ranks_per_block
 
     (offered,) = (
         said
@@ -210,14 +205,14 @@ def test_the_least_host_memory_is_that_of_as_many_ranks_to_a_block_as_need_least
         if said.startswith("this would fit: cluster.memory_gb")
     )
     least_gb = int(re.findall(r"\d+", offered)[0])
-    assert given(least_gb).fits
+    assert fits_somehow(given(least_gb))
     assert ranks_to_a_block(given(least_gb)) > ranks_to_a_block(given(2000))
-    assert not given(least_gb - 1).fits
+    assert not fits_somehow(given(least_gb - 1))
 
 
 def test_where_the_host_memory_is_not_known_it_is_said_how_much_a_way_needs() -> None:
     lacking_host = wanted("qwen3-32b", "a10", 2, None)
-    assert not lacking_host.fits
+    assert not fits_somehow(lacking_host)
     assert any(
         re.search(r"fit: cluster.memory_gb: \d+, if the nodes", said)
         for said in what_would_fit(lacking_host)
@@ -252,20 +247,21 @@ def test_what_would_fit_keeps_the_margin_of_its_own_error(
 ) -> None:
     """It is wider for what is offloaded, hardly measured; the least margin gave `tight`."""
     asked = wanted(name, gpu, 1, 2000, strategy=strategy)
-    size = asked.setting.machine.gpu_memory_bytes
-    assert size and not asked.fits
-    setting = asked.setting
-    load = Load(setting.geometry, asked.train, setting.ranks, 2048, setting.batch_blocks)
+    size = asked.machine.gpu_memory_bytes
+    assert size and not fits_somehow(asked)
+    load = Load(asked.geometry, asked.train, asked.ranks, 2048, asked.batch_blocks)
     found = remedies(load, size, ratio=1.0, has_deepspeed=True)
     assert found
     for remedy in found:
         changed = Train.model_validate({**asked.train.model_dump(), **remedy.changes})
-        assert setting.predict(changed).fits, remedy
+        assert best_way(asked.by(changed)).fits, remedy
 
 
 def test_keys_that_allow_no_way_at_all_are_named() -> None:
     held = ("offload", "recompute")
-    assert no_way(wanted("qwen3-0.6b", "h200", 8, 600, held, True, offload="optimizer")) is None
+    assert (
+        leanest(wanted("qwen3-0.6b", "h200", 8, 600, held, True, offload="optimizer")) is not None
+    )
     assert no_way(wanted("qwen3-0.6b", "h200", 8, 600, held, False, offload="optimizer")) == (
         "train.strategy: auto finds no way to train beside train.offload: optimizer, without "
         "DeepSpeed, which is not installed here; leave one out"
@@ -305,27 +301,24 @@ def test_where_a_block_is_too_long_for_a_gpu_ranks_that_share_it_are_offered() -
     longest = in_blocks_of(
         40960, wanted("qwen3-8b", "a10", 8, 200, ("context_ranks",), context_ranks=1, **given)
     )
-    assert not longest.fits
+    assert not fits_somehow(longest)
     assert (
         "this would fit: train.context_ranks: 2  (as many ranks share each block)"
         in what_would_fit(longest)
     )
     shared = replace(longest, train=longest.train.model_copy(update={"context_ranks": 2}))
-    assert shared.fits
-    odd = replace(
-        longest, setting=replace(longest.setting, workload=replace(BLOCKS, block_tokens=40959))
-    )
+    assert fits_somehow(shared)
+    odd = replace(longest, workload=replace(BLOCKS, block_tokens=40959))
     assert not any("context_ranks" in said for said in what_would_fit(odd))
     assert (
-        leanest(in_blocks_of(40960, wanted("qwen3-8b", "a10", 8, 200, **given)))[0][0].context_ranks
-        == 2
+        lean(in_blocks_of(40960, wanted("qwen3-8b", "a10", 8, 200, **given)))[0].context_ranks == 2
     )
 
 
 def test_one_gpu_is_told_how_many_would_share_a_block_that_it_has_no_room_for() -> None:
     """The batch stays as it is: a single block, which both have a half of."""
     alone = in_blocks_of(262_144, wanted("qwen3-8b", "h100", 1, 64, method="lora", batch_blocks=1))
-    assert not alone.fits
+    assert not fits_somehow(alone)
     said = smallest_cluster(alone) or ""
     assert said.startswith("cluster.gpus_per_node 2 of H100 SXM, 2 ranks to a block")
     assert "global_batch_tokens" not in said
@@ -359,7 +352,9 @@ def test_the_fewest_nodes_that_share_a_block_are_named(
     given: dict[str, Any] = {"method": "lora", "batch_blocks": 8, "offload_activations": False}
     asked = in_blocks_of(tokens, wanted(name, gpu, 8, 600, **given))
     fitting = [
-        count for count in range(1, 9) if asked.on(replace(asked.setting.machine, nodes=count)).fits
+        count
+        for count in range(1, 9)
+        if fits_somehow(on(asked, replace(asked.machine, nodes=count)))
     ]
     assert fitting[0] == nodes
     assert nodes + 1 not in fitting
@@ -392,13 +387,13 @@ def test_a_way_that_needs_no_more_than_the_copy_of_a_checkpoint_says_so_before_o
 ):
     """A copy of 98.3 GB exceeds what a 100 GB host has beside 8 ranks; offloading adds to it."""
     asked = wanted("qwen3-8b", "h200", 8, 100, held=("save_async",), save_async=True)
-    assert not asked.fits
-    assert leanest(asked)[0][0].offload == "none"
+    assert not fits_somehow(asked)
+    assert lean(asked)[0].offload == "none"
     assert "this would fit: cluster.memory_gb: 169, if the nodes have as much" in what_would_fit(
         asked
     )
-    assert wanted("qwen3-8b", "h200", 8, 169, held=("save_async",), save_async=True).fits
-    assert wanted("qwen3-8b", "h200", 8, 100).fits  # copied part by part
+    assert fits_somehow(wanted("qwen3-8b", "h200", 8, 169, held=("save_async",), save_async=True))
+    assert fits_somehow(wanted("qwen3-8b", "h200", 8, 100))  # copied part by part
 
 
 def test_a_base_in_4_bits_is_offered_where_only_that_fits_on_the_gpu() -> None:
@@ -415,10 +410,10 @@ def test_a_base_in_4_bits_is_offered_where_only_that_fits_on_the_gpu() -> None:
 
 def test_without_gpus_nothing_is_offloaded() -> None:
     asked = wanted("qwen3-8b", "h200", 8, 600)
-    cpus = replace(asked.setting.machine, is_gpu=False, gpu_memory_bytes=None)
-    assert {train.offload for train, _ in leanest(asked.on(cpus))} == {"none"}
-    assert {train.offload for train in ways(asked.on(cpus).setting, asked.train, ())} == {"none"}
-    assert {train.offload for train, _ in leanest(asked)} > {"none"}
+    cpus = replace(asked.machine, is_gpu=False, gpu_memory_bytes=None)
+    assert {lean(on(asked, cpus))[0].offload} == {"none"}
+    assert {train.offload for train in ways(on(asked, cpus))} == {"none"}
+    assert {train.offload for train in ways(asked)} > {"none"}
 
 
 def test_without_deepspeed_the_ways_that_need_none_are_said() -> None:
@@ -426,7 +421,7 @@ def test_without_deepspeed_the_ways_that_need_none_are_said() -> None:
     given: dict[str, Any] = {"strategy": "ddp", "precision": "fp16", "micro_batch_blocks": 1}
     asked = [wanted("qwen3-4b", "a6000", 1, None, deepspeed=has, **given) for has in (True, False)]
     two = [
-        one.on(replace(one.setting.machine, ranks_per_node=2, gpu_memory_bytes=36 * 2**30))
+        on(one, replace(one.machine, ranks_per_node=2, gpu_memory_bytes=36 * 2**30))
         for one in asked
     ]
     here = [
@@ -439,17 +434,15 @@ def test_without_deepspeed_the_ways_that_need_none_are_said() -> None:
     assert not any("zero" in said for said in here[1])
 
 
-def in_blocks_of(tokens: int, asked: Wanted) -> Wanted:
+def in_blocks_of(tokens: int, asked: Case) -> Case:
     """The same question about blocks of that length."""
-    return replace(
-        asked, setting=replace(asked.setting, workload=replace(BLOCKS, block_tokens=tokens))
-    )
+    return replace(asked, workload=replace(BLOCKS, block_tokens=tokens))
 
 
 def test_nobody_is_sent_to_fewer_gpus_or_to_fewer_of_a_node_where_all_of_them_do() -> None:
     """Two nodes with a GPU each would have the host memory to offload all of it."""
     asked = in_blocks_of(8192, wanted("qwen3-32b", "h100", 8, 400, batch_blocks=32))
-    assert asked.on(replace(asked.setting.machine, nodes=2, ranks_per_node=1)).fits
+    assert fits_somehow(on(asked, replace(asked.machine, nodes=2, ranks_per_node=1)))
     said = smallest_cluster(asked) or ""
     assert said.startswith(
         "cluster.nodes 2 with cluster.gpus_per_node 8 of H100 SXM (which needs cluster.internode_"
@@ -458,10 +451,10 @@ def test_nobody_is_sent_to_fewer_gpus_or_to_fewer_of_a_node_where_all_of_them_do
 
 def test_the_network_is_asked_for_where_nothing_says_it_yet() -> None:
     asked = in_blocks_of(8192, wanted("qwen3-32b", "h100", 8, 400, batch_blocks=32))
-    rates = asked.setting.machine.rates
+    rates = asked.machine.rates
     for source in ("cluster.internode_gbit_s", "measured"):
         known = {**rates, "between_bytes_s": replace(rates["between_bytes_s"], source=source)}
-        said = smallest_cluster(asked.on(replace(asked.setting.machine, rates=known))) or ""
+        said = smallest_cluster(on(asked, replace(asked.machine, rates=known))) or ""
         assert said.startswith("cluster.nodes 2 with cluster.gpus_per_node 8 of H100 SXM, or ")
     assert "internode" not in (
         smallest_cluster(wanted("qwen3-1.7b", "a10", 1, 48, batch_blocks=12)) or ""
@@ -470,9 +463,9 @@ def test_the_network_is_asked_for_where_nothing_says_it_yet() -> None:
 
 def test_ranks_on_cpus_are_no_gpus() -> None:
     asked = wanted("qwen3-8b", "h100", 2, 100)
-    cpus = replace(asked.setting.machine, name="CPU", is_gpu=False, gpu_memory_bytes=None)
+    cpus = replace(asked.machine, name="CPU", is_gpu=False, gpu_memory_bytes=None)
     assert re.match(
-        r"cluster.nodes \d+ with cluster.cpu_ranks \d+ \(", smallest_cluster(asked.on(cpus)) or ""
+        r"cluster.nodes \d+ with cluster.cpu_ranks \d+ \(", smallest_cluster(on(asked, cpus)) or ""
     )
 
 
@@ -484,7 +477,7 @@ def test_moments_in_8_bits_do_not_hide_that_others_can_be_offloaded(
     memory_gb: int | None, more: str
 ) -> None:
     asked = wanted("qwen3-14b", "h200", 1, memory_gb, optimizer="adamw_8bit")
-    assert not asked.fits
+    assert not fits_somehow(asked)
     said = "\n".join(what_would_fit(asked))
     wanted_text = r"this would fit: train.optimizer: adamw  \(another optimizer, so another run\)"
     assert re.search(f"^{wanted_text}{more}", said, re.MULTILINE), said
@@ -516,10 +509,10 @@ def test_where_the_host_lacks_memory_less_offloading_comes_first(away: Any) -> N
     asked = wanted(
         "qwen3-8b", "h200", 2, 64, **OFFLOADED, recompute="full", offload_activations=away
     )
-    assert not asked.fits
+    assert not fits_somehow(asked)
     first, second, *_ = what_would_fit(asked)
     assert first.startswith("this would fit: train.offload: none  (")
-    assert replace(asked, train=asked.train.model_copy(update={"offload": "none"})).fits
+    assert fits_somehow(asked.by(asked.train.model_copy(update={"offload": "none"})))
     assert second.startswith("this would fit: cluster.memory_gb: ")
 
 
@@ -529,7 +522,7 @@ def test_where_the_host_lacks_memory_for_activations_they_may_stay() -> None:
     assert what_would_fit(asked)[0].startswith(
         "this would fit: train.offload_activations: false  ("
     )
-    assert wanted("qwen3-8b", "h200", 2, 24, **given, offload_activations=False).fits
+    assert fits_somehow(wanted("qwen3-8b", "h200", 2, 24, **given, offload_activations=False))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "auto"])
@@ -543,8 +536,8 @@ def test_no_change_is_joined_with_host_memory_that_suffices_by_itself(strategy: 
         for one in said
         if (found := re.match(r"this would fit: cluster.memory_gb: (\d+),", one))
     ]
-    more = replace(asked.setting.machine, host_memory_bytes=alone * 10**9)
-    assert asked.on(more).fits
+    more = replace(asked.machine, host_memory_bytes=alone * 10**9)
+    assert fits_somehow(on(asked, more))
     joined = [
         int(gigabytes)
         for gigabytes in re.findall(r" and cluster.memory_gb: (\d+)", "\n".join(said))
@@ -573,7 +566,7 @@ def test_adapters_in_place_of_muon_come_with_an_optimizer_that_trains_them(strat
 
 def test_muon_takes_less_memory_than_adamw_and_is_not_offered_in_its_place() -> None:
     by_optimizer = {
-        name: leanest(wanted("qwen3-8b", "h200", 1, 64, optimizer=name, strategy="fsdp"))[0][1]
+        name: lean(wanted("qwen3-8b", "h200", 1, 64, optimizer=name, strategy="fsdp"))[1]
         for name in ("adamw", "muon")
     }
     saved_bytes = by_optimizer["adamw"].optimizer_bytes - by_optimizer["muon"].optimizer_bytes

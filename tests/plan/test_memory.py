@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline_lib.arch.families import geometry_in, published
@@ -13,7 +14,8 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import from_gigabytes
 from pipeline_lib.plan import moments
 from pipeline_lib.plan.machine import Ranks
-from pipeline_lib.plan.memory import PARTS, predict, predict_all
+from pipeline_lib.plan.memory import PARTS, MemoryOfWays, predict, predict_all
+from pipeline_lib.plan.ways import Ways
 from pipeline_lib.records.plan import Memory
 from tests.plan.fleet import QWEN3_06B, QWEN3_8B
 
@@ -186,11 +188,13 @@ def test_full_checkpointing_keeps_the_attention_of_long_documents() -> None:
     As many as fit, and a sum for each.
     """
 
-    def kept(block_tokens: int, **settings: Any) -> int:
+    def kept(block_tokens: int, **settings: Any) -> float:
         train = Train.model_validate(
             {"strategy": "fsdp", "method": "lora", "recompute": "full", **settings}
         )
-        return moments._kept(QWEN3_8B, train, train.micro_batch_blocks * block_tokens, 36)
+        away = Ways.one(train.model_copy(update={"offload_activations": True}), QWEN3_8B)
+        memory = MemoryOfWays(QWEN3_8B, away, NODE, block_tokens, np.ones(1))
+        return float(memory.kept_on_host[0])
 
     assert kept(8192, micro_batch_blocks=4) == 36 * 4 * 8192 * 2 * 4096
     assert kept(16384) == 36 * 16384 * (2 * 4096 + 2 * 4096 + 4 * 32)

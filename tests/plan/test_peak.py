@@ -18,8 +18,9 @@ from pipeline_lib.core.units import from_gigabytes
 from pipeline_lib.model import build, loss, recompute
 from pipeline_lib.model.lora import add_adapters, fuse_adapters
 from pipeline_lib.plan import moments
+from pipeline_lib.plan.host import RANK_BYTES
 from pipeline_lib.plan.machine import Ranks
-from pipeline_lib.plan.memory import RANK_BYTES, predict
+from pipeline_lib.plan.memory import predict
 from tests.plan.test_activations import attention
 
 TOKENS = 256

@@ -6,11 +6,11 @@ import pytest
 
 from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.config.train import Train
+from pipeline_lib.plan.legal import is_legal
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import predict
 from pipeline_lib.plan.predict import usable_fraction
 from pipeline_lib.plan.remedies import AT_MOST, Load, least, remedies
-from pipeline_lib.plan.search import is_legal
 from tests.plan.fleet import QWEN3_06B, QWEN3_8B
 
 H200 = 139 * 2**30

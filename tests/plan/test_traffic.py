@@ -5,9 +5,8 @@ import pytest
 from pipeline_lib.config.train import Train
 from pipeline_lib.plan.choose import choose
 from pipeline_lib.plan.machine import End, Ranks
-from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.traffic import Exchange, Group, Kind, duration_of
-from tests.plan.fleet import QWEN3_8B, machine, workload
+from tests.plan.fleet import QWEN3_8B, asking, case_of, machine, workload
 
 PAYLOAD = 16e9
 
@@ -16,7 +15,7 @@ def sent_share(
     kind: Kind, end: End, ranks: Ranks, group: Group = "all", by_nccl: bool = True, **way: object
 ) -> float:
     """Bytes that the busiest node sends, of a payload."""
-    exchange = Exchange("x", "backward", kind, group, PAYLOAD, 1, 1, True)
+    exchange = Exchange("x", "backward", kind, group, PAYLOAD, 1, False, True)
     train = Train.model_validate({"strategy": "fsdp", **way})
     speeds = machine(ranks.total // ranks.per_node, ranks.per_node).speeds(end)
     return duration_of(exchange, train, ranks, speeds, end, by_nccl).sent_bytes / PAYLOAD
@@ -78,7 +77,7 @@ def test_replicas_that_span_nodes_have_rings_of_their_own() -> None:
 
 def test_over_25_gbit_each_node_of_eight_keeps_a_whole_model() -> None:
     """By the least possible, fsdp over both nodes would look faster than hsdp, which is false."""
-    setting = Setting(QWEN3_8B, machine(2, 8, 25), workload(4096, 500), 256, None)
-    choice = choose(setting, Train(strategy="auto"), (), True)
+    setting = case_of(QWEN3_8B, machine(2, 8, 25), workload(4096, 500), 256, None)
+    choice = choose(asking(setting, Train(strategy="auto"), (), True))
     assert choice.chosen.train.strategy == "hsdp"
     assert choice.chosen.train.shard_ranks == 8

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.run_record import RunRecord
+from pipeline_lib.plan.case import Case
 from pipeline_lib.plan.machine import Machine, Speeds
 from pipeline_lib.plan.predict import predict_step
-from pipeline_lib.plan.workload import Case
 from pipeline_lib.records.plan import Figure, PlanDocument, PlannedWay, Rate, Workload
 from pipeline_lib.records.record import to_json
 from pipeline_lib.records.training import Step, Training

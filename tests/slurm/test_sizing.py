@@ -384,7 +384,7 @@ def test_the_model_is_looked_up_once_for_the_evaluation(
         asked.append(config)
         return question_of(config, store)
 
-    monkeypatch.setattr("pipeline_lib.slurm.sizing.question_of", counted)
+    monkeypatch.setattr("pipeline_lib.plan.answer.question_of", counted)
     stage_request("evaluate", config_of(), store, 0)
     assert len(asked) == 1
 
@@ -445,7 +445,7 @@ def test_an_evaluation_that_no_job_has_the_time_for_is_refused_with_what_to_do(
             question, workload=replace(question.workload, is_assumed=False, validation_blocks=4000)
         )
 
-    monkeypatch.setattr("pipeline_lib.slurm.sizing.question_of", with_blocks)
+    monkeypatch.setattr("pipeline_lib.plan.answer.question_of", with_blocks)
     (refusal,) = too_long_evaluation(large, store, site, [SMALL, fast])
     assert (refusal.kind, refusal.key) == ("refusal", "evaluate")
     assert refusal.numbers["expected_s"] > refusal.numbers["limit_s"] == 12 * 3600

@@ -20,8 +20,7 @@ from pipeline_lib.model.build import build_trainable, prepare_layers
 from pipeline_lib.model.context import Part
 from pipeline_lib.model.probe import load_probe
 from pipeline_lib.model.weights import load_weights
-from pipeline_lib.plan.machine import Ranks
-from pipeline_lib.plan.traffic import exchanges_of
+from pipeline_lib.plan.traffic import exchanges_of_context
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.mesh import batch_share_of
 from tests.model.graphs import compile_without_kernels
@@ -224,7 +223,7 @@ def test_layers_of_every_kind_work_in_parts(
         assert found == pytest.approx(expected, rel=tolerance), variant
         planned = Train.model_validate({"precision": "fp32", "context_ranks": ranks, **variant})
         tokens = 2 * BLOCK_TOKENS // ranks
-        exchanges = exchanges_of(geometry, planned, Ranks(ranks, ranks), 1, tokens)
+        exchanges = exchanges_of_context(geometry, planned, tokens)
         assert exchanged == sum(
             one.payload_bytes for one in exchanges if one.kind == "all-to-all"
         ), variant

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,9 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.store import Store
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import predict
-from pipeline_lib.plan.moments import Model, moments_of_step
+from pipeline_lib.plan.moments import Model, Step
 from pipeline_lib.plan.trained import checkpoint_bytes
+from pipeline_lib.plan.ways import Ways
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.native import Native
 from pipeline_lib.train.saved_tensors import find_state
@@ -210,9 +212,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now_bytes -= size_bytes
 
 
+ONE = np.ones(1)
+
+
 def update_bytes(
     environ: Mapping[str, str], arena: Arena, placement: Mapping[str, Any]
-) -> tuple[int, int]:
+) -> tuple[int, float]:
     """The most bytes that an update uses, and how many the plan counts for it."""
     with by_hand(environ, arena, optimizer="muon", **placement) as hand:
         hand.accumulate(0)
@@ -221,8 +226,8 @@ def update_bytes(
         geometry = read_geometry(arena.store.sealed(arena.model))
         settings, ranks = hand.strategy.train, Ranks(hand.world.size, hand.world.size)
         model = Model.of(geometry, settings)
-        *_, update = moments_of_step(geometry, settings, model, ranks, 32, 1, 0)
-        return tracker.most_bytes, update.sum
+        step = Step(geometry, Ways.one(settings, geometry), model, ranks, 32, ONE, 0 * ONE)
+        return tracker.most_bytes, float(step.moments()[-1].sum[0])
 
 
 @pytest.mark.parametrize(("ranks", "placement"), SPREAD, ids=["ddp", "fsdp", "hsdp"])
