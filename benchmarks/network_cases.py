@@ -13,10 +13,10 @@ from pipeline_lib.calibrate.fits import rate_of
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import Train
 from pipeline_lib.plan.case import Case as PlanCase
-from pipeline_lib.plan.choose import best_way
 from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.passes import shape_of
-from pipeline_lib.plan.predict import Prediction
+from pipeline_lib.plan.predict import Prediction, predict_step
+from pipeline_lib.plan.workload import settled
 from pipeline_lib.records.plan import Rate
 
 LONG_STEP_S = 3.0  # one of these is enough: the network decides, and it is steady
@@ -161,8 +161,8 @@ class Bench:
         geometry = geometry_in(config_json(self.size, self.config))
         workload = workload_of(self.block_tokens, blocks, machine.ranks)
         machine = known_layers(machine, geometry)
-        train = self.train(strategy)
-        return best_way(PlanCase(geometry, train, machine, workload, blocks * machine.ranks))
+        train = settled(self.train(strategy), machine.has_triton)
+        return predict_step(PlanCase(geometry, train, machine, workload, blocks * machine.ranks))
 
     def cases(
         self, predicted: Mapping[Key, Prediction], gbits: Sequence[float | None]

@@ -20,8 +20,8 @@ from pipeline_lib.arch.families import geometry_in
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.units import GIB
 from pipeline_lib.plan.case import Case as PlanCase
-from pipeline_lib.plan.choose import best_way
-from pipeline_lib.plan.predict import Prediction
+from pipeline_lib.plan.predict import Prediction, predict_step
+from pipeline_lib.plan.workload import settled
 
 STEPS = 3  # whose documents are looked at
 COLUMNS = (
@@ -55,7 +55,9 @@ def foreseen(
     ]
     workload = workload_in(batches, case.block_tokens)
     machine = machine_for(1, row["ranks"], gpu, None)
-    return best_way(PlanCase(geometry, train, machine, workload, blocks))
+    return predict_step(
+        PlanCase(geometry, settled(train, machine.has_triton), machine, workload, blocks)
+    )
 
 
 def cells(row: dict[str, Any], found: Prediction) -> list[str]:

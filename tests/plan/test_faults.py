@@ -5,7 +5,7 @@ A test's own plain loop over all legal ways finds nothing better than the choice
 
 import random
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -239,3 +239,24 @@ def test_no_legal_way_is_better(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(100, 140))
 def test_no_legal_way_is_better_of_many(seed: int) -> None:
     is_best(some_case(random.Random(seed)))
+
+
+@pytest.mark.parametrize("seed", range(20, 26))
+def test_more_memory_or_a_faster_network_never_costs_anything(seed: int) -> None:
+    """But for what counts as good as the least, of which the simplest is taken."""
+    case = some_case(random.Random(seed))
+    machine = case.machine
+    gpu_bytes = machine.gpu_memory_bytes or 0
+    between = machine.rates["between_bytes_s"].value
+    roomier = [replace(machine, gpu_memory_bytes=round(gpu_bytes * size)) for size in (1, 1.5, 3)]
+    faster = [machine.with_rate("between_bytes_s", between * factor) for factor in (1, 4, 16)]
+    for machines in (roomier, faster):
+        found = [choose(replace(case, machine=other)).chosen for other in machines]
+        costs = [
+            cost_of(replace(case, machine=other), way.train)
+            for other, way in zip(machines, found, strict=True)
+            if way.fits
+        ]
+        assert [way.fits for way in found] == sorted(way.fits for way in found)
+        for before, after in pairwise(costs):
+            assert after <= 1.01 * before
