@@ -30,6 +30,7 @@ from pipeline_lib.core.errors import ServedDiffers, ServerError
 from pipeline_lib.core.files import json_text
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store
+from pipeline_lib.core.text import one_line
 
 _STYLES = {Verdict.SAME: "green", Verdict.DIFFERS: "bold red", Verdict.NOT_CHECKED: "yellow"}
 _OTHER_PROMPT = "the server asks the model another prompt: see the template"
@@ -100,8 +101,8 @@ def certify(
     checks.append(check_own_nats(served, tokenizer, tolerance))
     checks.append(check_given_nats(given, reference.expected, tolerance))
     checks.append(check_end(served, tokenizer))
-    checks.append(check_base(reference.base, served, given, tokenizer, tolerance))
-    return Certificate(str(folder), server.endpoint, model, weights, _with_causes(checks))
+    checks.append(check_base(reference.base, served, given, tokenizer))
+    return Certificate(str(folder), server.endpoint, one_line(model), weights, _with_causes(checks))
 
 
 def _with_causes(checks: Sequence[Check]) -> list[Check]:

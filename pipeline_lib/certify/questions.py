@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline_lib.core.errors import DataError, IntegrityError, Unreadable
+from pipeline_lib.core.stage import open_sealed
 from pipeline_lib.core.store import Ref, Store, read_manifest
 from pipeline_lib.data.chat_template import has_template, no_template
 from pipeline_lib.data.conversations import Message
@@ -109,8 +110,8 @@ def evaluated_prompts(folder: Path, store: Store) -> list[str]:
         home = store_of(folder, manifest, store)
         for frozen in Catalog(home).experiments(all_of_them=True):
             if frozen.parts.get("merge") == manifest.digest and "evaluate" in frozen.parts:
-                sealed = home.sealed(Ref("evaluate", frozen.parts["evaluate"]))
-                rows = read_records(Generation, sealed / GENERATIONS_NAME)
+                sealed = open_sealed(Ref("evaluate", frozen.parts["evaluate"]), home)
+                rows = read_records(Generation, sealed.file(GENERATIONS_NAME))
                 found = [row.prompt for row in rows]
                 break
     return found

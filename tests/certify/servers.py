@@ -26,6 +26,7 @@ class Served:
     offers: frozenset[str] = VLLM
     names: tuple[str, ...] = ("tuned",)
     weights: Path | None = None  # of another model than the folder's
+    rounded: torch.dtype | None = None  # the type to which weights are rounded
     template: str | None = None
     stops: bool = True
     keeps_special: bool = False
@@ -40,6 +41,9 @@ class Served:
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             self.weights or self.folder, dtype=torch.float32
         )
+        if self.rounded is not None:
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.to(self.rounded).float()
         self.lock = threading.Lock()
 
     def prompt(self, body: Mapping[str, Any]) -> str:

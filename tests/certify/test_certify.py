@@ -21,14 +21,23 @@ from transformers import AutoModelForCausalLM
 
 from pipeline_lib.certify.certificate import Certificate, certify
 from pipeline_lib.certify.checks import TOLERANCES, Verdict
-from pipeline_lib.certify.questions import BUILT_IN, Question, questions_of
+from pipeline_lib.certify.questions import (
+    BUILT_IN,
+    Question,
+    evaluated_prompts,
+    questions_of,
+)
 from pipeline_lib.certify.server import KEY_VARIABLE, Server
 from pipeline_lib.cli.certify import WEIGHTS
+from pipeline_lib.config.dag import Dag
 from pipeline_lib.core.errors import ConfigError, DataError, ServedDiffers, ServerError
+from pipeline_lib.core.files import write_jsonl
+from pipeline_lib.core.stage import Job, run_stage
 from pipeline_lib.core.store import Store
 from pipeline_lib.data.encode import load_tokenizer
+from pipeline_lib.records.evaluation import GENERATIONS_NAME
 from tests.certify.servers import BARE, LLAMA, NOTHING, VLLM, Served, serving
-from tests.lineage.lineages import seal_model
+from tests.lineage.lineages import HUB_MODEL, experiment_from, seal_model
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = 2
@@ -81,23 +90,33 @@ def learn(folder: Path, questions: list[Question]) -> None:
         labels = [-100] * len(prompt) + answer
         batches.append((torch.tensor([prompt + answer]), torch.tensor([labels])))
     for _ in range(60):
-        for tokens, labels in batches:
-            loss = model(tokens, labels=labels).loss
+        for tokens, targets in batches:
+            loss = model(tokens, labels=targets).loss
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     model.save_pretrained(folder)
 
 
-def certificate(world: World, endpoint: str, **changes: Any) -> Certificate:
-    server = Server(endpoint, changes.pop("model", None), changes.pop("key", None))
-    settings = {"weights": "bf16", "prompts": PROMPTS, "max_new_tokens": MAX_NEW_TOKENS} | changes
-    return certify(world.folder, world.store, server, say=lambda _: None, **settings)
+def certificate(
+    world: World, endpoint: str, model: str | None = None, weights: str = "bf16"
+) -> Certificate:
+    server = Server(endpoint, model)
+    return certify(
+        world.folder,
+        world.store,
+        server,
+        weights=weights,
+        prompts=PROMPTS,
+        max_new_tokens=MAX_NEW_TOKENS,
+        say=lambda _: None,
+    )
 
 
 def certified(world: World, **changes: Any) -> Certificate:
-    with serving(Served(world.folder, **changes)) as endpoint:
-        return certificate(world, endpoint, model=changes.get("names", (None,))[-1])
+    served = Served(world.folder, **changes)
+    with serving(served) as endpoint:
+        return certificate(world, endpoint, served.names[-1])
 
 
 def verdicts(found: Certificate) -> dict[str, str]:
@@ -121,6 +140,10 @@ ALL = [
     "end of the turn",
     "not the base model",
 ]
+OF_A_BARE_SERVER = dict.fromkeys(ALL, "same") | dict.fromkeys(
+    ["tokenizer", "log-probabilities of its answers", "log-probabilities of given answers"],
+    "not checked",
+)
 
 
 def test_a_right_server_that_offers_everything_passes_every_check(world: World) -> None:
@@ -162,10 +185,7 @@ def test_the_probabilities_of_the_prompt_are_read_from_vllms_own_option_too(worl
 def test_what_a_bare_server_does_not_offer_is_not_checked(world: World) -> None:
     found = certified(world, offers=BARE, refuses_unknown=True)
 
-    expected = dict.fromkeys(ALL, "same")
-    for name in ("tokenizer", *ALL[5:7]):
-        expected[name] = "not checked"
-    assert verdicts(found) == expected
+    assert verdicts(found) == OF_A_BARE_SERVER
     by = {check.by for check in found.checks if "template" in check.name}
     assert by == {"usage.prompt_tokens, only the number of tokens"}
 
@@ -235,6 +255,15 @@ def test_a_server_that_does_not_stop_is_named_and_its_answers_are_the_same(world
     assert "no stop token" in cause_of(found, "end of the turn")
 
 
+@pytest.mark.parametrize("weights", ["bf16", "fp8"])
+def test_weights_of_fewer_bits_are_within_their_tolerance(world: World, weights: str) -> None:
+    rounded = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[weights]
+    with serving(Served(world.folder, rounded=rounded)) as endpoint:
+        found = certificate(world, endpoint, weights=weights)
+
+    assert verdicts(found) == dict.fromkeys(ALL, "same")
+
+
 def test_special_tokens_in_an_answer_are_found(world: World) -> None:
     found = certified(world, keeps_special=True)
 
@@ -259,6 +288,28 @@ def test_the_questions_are_built_in_ones_without_an_evaluation(world: World) -> 
     asked = {question.messages[1]["content"] for question in questions[:1]}
     assert asked == {BUILT_IN[0]}
     assert len({question.prompt for question in questions}) == len(questions) == 6
+
+
+def test_the_questions_of_the_evaluation_come_first(world: World, tmp_path: Path) -> None:
+    shutil.copytree(world.store.root, tmp_path / "store")
+    store = Store(tmp_path / "store")
+    folder = store.root / world.folder.relative_to(world.store.root)
+    experiment = experiment_from(HUB_MODEL, {}, tokenize={"system": SYSTEM})
+    Dag((experiment,), store, name=experiment.name).freeze()
+    row = {"prompt": "Who wrote it?", "reference": None, "base": "?", "tuned": "No."}
+
+    def write(job: Job) -> dict[str, Any]:
+        write_jsonl(job.out / GENERATIONS_NAME, [row])
+        return {}
+
+    base = experiment.specs["baseline"]
+    run_stage(lambda _: {}, base, store, lambda _: None)
+    run_stage(write, experiment.specs["evaluate"], store, lambda _: None)
+
+    assert evaluated_prompts(folder, store) == ["Who wrote it?"]
+    first = questions_of(folder, store, 2)[:2]
+    asked = [question.messages[1]["content"] for question in first]
+    assert asked == ["Who wrote it?", BUILT_IN[0]]
 
 
 def test_a_folder_without_a_template_is_refused(world: World, tmp_path: Path) -> None:
@@ -373,6 +424,6 @@ def transformers_serve(folder: Path, tmp_path: Path) -> Iterator[str]:
 )
 def test_transformers_own_server(world: World, tmp_path: Path) -> None:
     with transformers_serve(world.folder, tmp_path) as endpoint:
-        found = certificate(world, endpoint, model=str(world.folder))
+        found = certificate(world, endpoint, str(world.folder))
 
-    assert verdicts(found)["greedy answers"] == "same"
+    assert verdicts(found) == OF_A_BARE_SERVER
