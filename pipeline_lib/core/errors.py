@@ -72,7 +72,7 @@ class ServerError(PipelineError):
 class ServedDiffers(PipelineError):
     """A server does not serve the model that it should: the message names what differs."""
 
-    exit_code = 76  # EX_PROTOCOL: the other side answers something else than expected
+    exit_code = 76
 
 
 class TrainingError(PipelineError):
