@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline_lib.certify.checks import (
+    ANSWERS,
     TOLERANCES,
     Check,
     Verdict,
@@ -69,7 +70,7 @@ class Certificate:
                 lines.append(f"  - {check.name}: {check.found}{cause}")
             raise ServedDiffers("\n".join(lines))
         if not self.of(Verdict.SAME):
-            reason = self.checks[0].found
+            [reason] = [check.found for check in self.checks if check.name == ANSWERS]
             raise ServerError(f"{where}: the server offers nothing that can be checked ({reason})")
 
 

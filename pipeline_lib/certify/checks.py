@@ -207,10 +207,12 @@ def _quoted(text: str) -> str:
 
 # The answers.
 
+ANSWERS = "greedy answers"
+
 
 def check_answers(served: Sequence[Served], tokenizer: Tokenizer, tolerance: Tolerance) -> Check:
     """Compare greedy answers, up to a near tie of the reference's two likeliest tokens."""
-    name = "greedy answers"
+    name = ANSWERS
     whole, ties, left_out, tokens = 0, 0, 0, 0
     for each in served:
         if each.answer is None or each.answer.has_calls:

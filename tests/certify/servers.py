@@ -19,7 +19,7 @@ NOTHING = frozenset[str]()
 
 
 @dataclass
-class Served:
+class TinyServer:
     """A model that is served, and what the server offers of it, or does wrong."""
 
     folder: Path
@@ -140,7 +140,7 @@ def _with_parsed(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def serving(served: Served) -> Iterator[str]:
+def serving(served: TinyServer) -> Iterator[str]:
     """The endpoint of a server of `served`."""
 
     class Handler(BaseHTTPRequestHandler):

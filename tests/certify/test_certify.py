@@ -10,24 +10,33 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from pipeline_lib.certify.certificate import Certificate, certify
-from pipeline_lib.certify.checks import TOLERANCES, Verdict
+from pipeline_lib.certify.checks import (
+    TOLERANCES,
+    Served,
+    Verdict,
+    check_answers,
+    check_base,
+    first_other_token,
+)
 from pipeline_lib.certify.questions import (
     BUILT_IN,
     Question,
     evaluated_prompts,
     questions_of,
 )
-from pipeline_lib.certify.server import KEY_VARIABLE, Server
+from pipeline_lib.certify.reference import BaseReference, Expected
+from pipeline_lib.certify.server import KEY_VARIABLE, ChatAnswer, Server
 from pipeline_lib.cli.certify import WEIGHTS
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.core.errors import ConfigError, DataError, ServedDiffers, ServerError
@@ -36,11 +45,11 @@ from pipeline_lib.core.stage import Job, run_stage
 from pipeline_lib.core.store import Store
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.records.evaluation import GENERATIONS_NAME
-from tests.certify.servers import BARE, LLAMA, NOTHING, VLLM, Served, serving
+from tests.certify.servers import BARE, LLAMA, NOTHING, VLLM, TinyServer, serving
 from tests.lineage.lineages import HUB_MODEL, experiment_from, seal_model
 
 ROOT = Path(__file__).parents[2]
-PROMPTS = 2
+PROMPTS = 1
 MAX_NEW_TOKENS = 24
 TRAINED_BOTH = {"prompts": {"thinking_off": 9, "thinking_on": 4}, "thinking_default": "on"}
 SYSTEM = "Be brief."
@@ -114,7 +123,7 @@ def certificate(
 
 
 def certified(world: World, **changes: Any) -> Certificate:
-    served = Served(world.folder, **changes)
+    served = TinyServer(world.folder, **changes)
     with serving(served) as endpoint:
         return certificate(world, endpoint, served.names[-1])
 
@@ -155,7 +164,7 @@ def test_a_right_server_that_offers_everything_passes_every_check(world: World) 
 
 
 def test_both_thinking_modes_and_the_trained_system_prompt_are_asked(world: World) -> None:
-    served = Served(world.folder)
+    served = TinyServer(world.folder)
     with serving(served) as endpoint:
         certificate(world, endpoint)
 
@@ -258,7 +267,7 @@ def test_a_server_that_does_not_stop_is_named_and_its_answers_are_the_same(world
 @pytest.mark.parametrize("weights", ["bf16", "fp8"])
 def test_weights_of_fewer_bits_are_within_their_tolerance(world: World, weights: str) -> None:
     rounded = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[weights]
-    with serving(Served(world.folder, rounded=rounded)) as endpoint:
+    with serving(TinyServer(world.folder, rounded=rounded)) as endpoint:
         found = certificate(world, endpoint, weights=weights)
 
     assert verdicts(found) == dict.fromkeys(ALL, "same")
@@ -322,7 +331,7 @@ def test_a_folder_without_a_template_is_refused(world: World, tmp_path: Path) ->
 
 
 def test_a_key_is_sent_and_never_shown(world: World) -> None:
-    served = Served(world.folder, key=SECRET)
+    served = TinyServer(world.folder, key=SECRET)
     with serving(served) as endpoint:
         with pytest.raises(ServerError, match=KEY_VARIABLE):
             certificate(world, endpoint)
@@ -335,15 +344,24 @@ def test_a_key_is_sent_and_never_shown(world: World) -> None:
 
 def test_a_redirect_is_not_followed(world: World) -> None:
     with (
-        serving(Served(world.folder, status=307)) as endpoint,
+        serving(TinyServer(world.folder, status=307)) as endpoint,
         pytest.raises(ServerError, match="not followed"),
     ):
         Server(endpoint, key=SECRET).choose_model()
 
 
+def test_a_server_that_has_no_such_model_offers_nothing_that_can_be_checked(world: World) -> None:
+    with serving(TinyServer(world.folder)) as endpoint:
+        found = certificate(world, endpoint, "another")
+
+    assert verdicts(found) == dict.fromkeys(ALL, "not checked")
+    with pytest.raises(ServerError, match="no such model"):
+        found.raise_unless_same()
+
+
 def test_of_several_models_one_has_to_be_named(world: World) -> None:
     with (
-        serving(Served(world.folder, names=("base", "adapter"))) as endpoint,
+        serving(TinyServer(world.folder, names=("base", "adapter"))) as endpoint,
         pytest.raises(ConfigError, match="base, adapter"),
     ):
         Server(endpoint).choose_model()
@@ -352,6 +370,67 @@ def test_of_several_models_one_has_to_be_named(world: World) -> None:
 def test_an_endpoint_that_is_no_address_is_refused() -> None:
     with pytest.raises(ConfigError, match="no address"):
         Server("localhost:8000")
+
+
+def expected_answer(tiny: Path, text: str, leads: float = 9.0) -> tuple[Expected, Tokenizer]:
+    """An answer that the reference gives to a question, as likely as `leads` nats everywhere."""
+    tokenizer = load_tokenizer(tiny)
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    question = Question("one turn", [{"role": "user", "content": "?"}], None, {}, "?")
+    sizes = [1.0] * len(tokens)
+    return Expected(question, [1], tokens, sizes, [leads] * len(tokens), False), tokenizer
+
+
+def chat_answer(content: str, reasoning: str | None = None, has_calls: bool = False) -> ChatAnswer:
+    return ChatAnswer(content, reasoning, has_calls, "stop", None, ())
+
+
+def test_an_answer_that_a_reasoning_parser_took_apart_is_compared_whole(tiny: Path) -> None:
+    expected, tokenizer = expected_answer(tiny, "<think>\nThe sum.\n</think>\n\nIt is 4.")
+
+    same = chat_answer("It is 4.", reasoning="The sum.")
+    other = chat_answer("It is 5.", reasoning="The sum.")
+
+    assert first_other_token(expected, same, tokenizer) is None
+    place = first_other_token(expected, other, tokenizer)
+    assert place is not None
+    assert "4" in tokenizer.decode([expected.answer[place]])
+
+
+def test_calls_that_a_tool_parser_took_out_are_not_compared(tiny: Path) -> None:
+    expected, tokenizer = expected_answer(tiny, "<tool_call>")
+    served = [Served(expected, chat_answer("", has_calls=True))]
+
+    assert check_answers(served, tokenizer, TOLERANCES["bf16"]).verdict is Verdict.NOT_CHECKED
+
+
+@pytest.mark.parametrize(("lead", "verdict"), [(0.1, "same"), (0.3, "differs")])
+def test_another_token_is_the_same_only_where_the_reference_is_nearly_tied(
+    tiny: Path, lead: float, verdict: str
+) -> None:
+    expected, tokenizer = expected_answer(tiny, "red green blue", lead)
+    served = [Served(expected, chat_answer("red green grey"))]
+
+    assert check_answers(served, tokenizer, TOLERANCES["bf16"]).verdict.value == verdict
+
+
+@pytest.mark.parametrize(
+    ("given", "verdict"), [(-1.05, "same"), (-1.95, "differs"), (-1.5, "not checked")]
+)
+def test_the_base_is_named_where_the_server_is_clearly_nearer_to_it(
+    tiny: Path, given: float, verdict: str
+) -> None:
+    expected, tokenizer = expected_answer(tiny, "red")
+    expected = replace(expected, nats=[-1.0] * len(expected.answer))
+    base = BaseReference([expected], [[-2.0] * len(expected.answer)])
+    found = check_base(
+        base,
+        [Served(expected, None)],
+        [[given] * len(expected.answer)],
+        tokenizer,
+    )
+
+    assert found.verdict.value == verdict
 
 
 def test_every_kind_of_weights_has_its_tolerance() -> None:
@@ -372,9 +451,9 @@ def command(world: World, endpoint: str, *options: str) -> "subprocess.Completed
 
 
 def test_the_command_tells_by_its_exit_code_whether_it_is_the_model(world: World) -> None:
-    with serving(Served(world.folder)) as endpoint:
+    with serving(TinyServer(world.folder)) as endpoint:
         same = command(world, endpoint, "--json")
-    with serving(Served(world.folder, weights=world.base)) as endpoint:
+    with serving(TinyServer(world.folder, weights=world.base)) as endpoint:
         other = command(world, endpoint)
     gone = command(world, endpoint)
 
