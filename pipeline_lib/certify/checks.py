@@ -318,9 +318,10 @@ def check_end(served: Sequence[Served], tokenizer: Tokenizer) -> Check:
             cause = "no stop token: serve the folder's generation_config.json and tokenizer files"
             return Check(name, Verdict.DIFFERS, "finish_reason", found, cause)
     if not ended:
-        return not_checked(
-            name, "the model ends none of the compared answers; allow more --max-new-tokens"
-        )
+        reason = "the model ends none of its answers; allow more --max-new-tokens"
+        if any(each.expected.has_ended for each in served):
+            reason = "no answer is the model's up to its end"
+        return not_checked(name, reason)
     return Check(name, Verdict.SAME, "finish_reason", count(ended, "answers"))
 
 

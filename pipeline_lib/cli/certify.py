@@ -40,7 +40,11 @@ def add_to(commands: Any) -> None:
         help="what the server holds the weights in, which sets the tolerances; default: bf16",
     )
     sub.add_argument(
-        "--prompts", type=positive, default=4, metavar="N", help="prompts of one turn; default: 4"
+        "--prompts",
+        type=positive,
+        default=4,
+        metavar="N",
+        help="prompts of one turn, at most; default: 4",
     )
     sub.add_argument(
         "--max-new-tokens",

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -214,6 +215,7 @@ def test_the_base_in_place_of_the_tuned_model_is_named(
     found = certified(world, offers=offers, weights=world.base)
 
     assert verdicts(found)["template, one turn"] == "same"
+    assert verdicts(found)["end of the turn"] == "not checked"
     assert "base model is served" in cause_of(found, "not the base model")
     assert "base model is served" in cause_of(found, "greedy answers")
     with pytest.raises(ServedDiffers, match="base model is served"):
@@ -435,6 +437,16 @@ def test_the_base_is_named_where_the_server_is_clearly_nearer_to_it(
 
 def test_every_kind_of_weights_has_its_tolerance() -> None:
     assert set(WEIGHTS) == set(TOLERANCES)
+
+
+def test_the_page_has_the_tolerances_of_the_code() -> None:
+    page = (ROOT / "docs" / "serve.md").read_text()
+    found = {
+        weights: (float(mean), float(tie))
+        for weights, mean, tie in re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \|", page, re.M)
+    }
+
+    assert found == {weights: (one.mean_nats, one.tie_nats) for weights, one in TOLERANCES.items()}
 
 
 def command(world: World, endpoint: str, *options: str) -> "subprocess.CompletedProcess[str]":
