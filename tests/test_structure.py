@@ -29,7 +29,7 @@ LAYERS = (
     ("train", "doctor"),
     ("calibrate", "report", "status"),
     ("evaluate", "export", "compare", "upkeep"),
-    ("workflow",),
+    ("workflow", "certify"),
     ("cli",),
     ("__main__",),
 )

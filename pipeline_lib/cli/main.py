@@ -11,7 +11,17 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
-from pipeline_lib.cli import chat, experiments, init, internal, machines, mcp_server, run, store
+from pipeline_lib.cli import (
+    certify,
+    chat,
+    experiments,
+    init,
+    internal,
+    machines,
+    mcp_server,
+    run,
+    store,
+)
 from pipeline_lib.core.errors import BUG, CONTINUES, ERROR, STOPPED, PipelineError, exit_line
 from pipeline_lib.core.files import disk_full_named
 from pipeline_lib.core.signals import Terminated, stops_interrupt
@@ -45,6 +55,7 @@ after it
   summary    the results of an experiment, or a line for each of several
   compare    which experiment is best, whether its lead is noise, and what differs
   chat       talk to a tuned model
+  certify    ask a running server whether it serves the tuned model
   trace      where a model comes from, back to hub commits and data files
   record     save an experiment as one of DVC's
   publish    copy an experiment's small results to results/current, for DVC
@@ -139,6 +150,6 @@ def _parser_and_commands() -> tuple[argparse.ArgumentParser, Any]:
     commands = root.add_subparsers(
         prog="qwen3", required=True, metavar="COMMAND", help=argparse.SUPPRESS
     )
-    for group in (run, init, experiments, chat, store, machines, mcp_server, internal):
+    for group in (run, init, experiments, chat, certify, store, machines, mcp_server, internal):
         group.add_to(commands)
     return root, commands

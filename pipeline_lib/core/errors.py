@@ -63,6 +63,18 @@ class HubOutOfReach(HubError):
     """There is no way to a hub now: no network, or the offline mode of its client."""
 
 
+class ServerError(PipelineError):
+    """A server of a model could not be reached, refused, or offers nothing that can be checked."""
+
+    exit_code = 69
+
+
+class ServedDiffers(PipelineError):
+    """A server does not serve the model that it should: the message names what differs."""
+
+    exit_code = 76
+
+
 class TrainingError(PipelineError):
     """The numbers went wrong: a loss is not finite, or a merged model differs from training."""
 

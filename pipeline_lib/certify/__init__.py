@@ -1,0 +1,1 @@
+"""The certificate: whether a running server serves the model in a folder."""
