@@ -16,7 +16,7 @@ from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.evaluate.answers import GREEDY, generate
-from pipeline_lib.evaluate.chat import load_base_of, load_to_chat, place_for
+from pipeline_lib.evaluate.chat_model import load_base_of, load_to_chat, place_for
 
 
 @dataclass(frozen=True)

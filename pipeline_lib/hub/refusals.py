@@ -126,6 +126,8 @@ def broken(repository: Repository, error: BaseException, credentials: Credential
         remedy = _NO_SOCKS
     elif "redirect" in text.lower():
         remedy = "the hub redirects in a circle: check the mirror's address"
+    elif "protocol" in text.lower():
+        remedy = "the mirror's address begins with https://: check it"
     else:
         kind = HubOutOfReach
         remedy = (
