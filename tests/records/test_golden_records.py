@@ -26,7 +26,7 @@ BASE, TUNED = "8b1ac49371a09010", "902a3c5915a04022"
 ONE: Mapping[str, type[Record]] = {
     "store/train/090ee2397abeda19/summary.json": Training,
     "store/train/090ee2397abeda19/plan.json": PlanDocument,
-    "store/plan/4a8ce3f1219407ad/plan.json": PlanDocument,
+    "store/plan/01505bdcaadb7bd0/plan.json": PlanDocument,
     "store/plan/bdbec558d5895a41/plan.json": PlanDocument,
     f"store/evaluate/{BASE}/metrics.json": BaseEvaluation,
     f"store/evaluate/{TUNED}/metrics.json": Evaluation,
