@@ -27,7 +27,7 @@ ONE: Mapping[str, type[Record]] = {
     "store/train/090ee2397abeda19/summary.json": Training,
     "store/train/090ee2397abeda19/plan.json": PlanDocument,
     "store/plan/01505bdcaadb7bd0/plan.json": PlanDocument,
-    "store/plan/bdbec558d5895a41/plan.json": PlanDocument,
+    "store/plan/6a952edec6498fca/plan.json": PlanDocument,
     f"store/evaluate/{BASE}/metrics.json": BaseEvaluation,
     f"store/evaluate/{TUNED}/metrics.json": Evaluation,
     "store/merge/b4bba1e684442b82/parity.json": Parity,
