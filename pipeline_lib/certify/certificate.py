@@ -11,9 +11,8 @@ from rich.text import Text
 
 from pipeline_lib.certify.checks import (
     ANSWERS,
-    TOLERANCES,
     Check,
-    Verdict,
+    CheckVerdict,
     ask,
     check_answers,
     check_base,
@@ -27,13 +26,18 @@ from pipeline_lib.certify.checks import (
 from pipeline_lib.certify.questions import KINDS, questions_of
 from pipeline_lib.certify.reference import reference_of
 from pipeline_lib.certify.server import Server
+from pipeline_lib.certify.tolerances import TOLERANCES
 from pipeline_lib.core.errors import ServedDiffers, ServerError
 from pipeline_lib.core.files import json_text
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.text import one_line
 
-_STYLES = {Verdict.SAME: "green", Verdict.DIFFERS: "bold red", Verdict.NOT_CHECKED: "yellow"}
+_STYLES = {
+    CheckVerdict.SAME: "green",
+    CheckVerdict.DIFFERS: "bold red",
+    CheckVerdict.NOT_CHECKED: "yellow",
+}
 _OTHER_PROMPT = "the server asks the model another prompt: see the template"
 _OTHER_WEIGHTS = "other weights, weights of fewer bits than --weights says, or other sampling"
 
@@ -48,28 +52,28 @@ class Certificate:
     weights: str
     checks: list[Check]
 
-    def of(self, verdict: Verdict) -> list[Check]:
+    def of(self, verdict: CheckVerdict) -> list[Check]:
         """Return the checks with this verdict."""
         return [check for check in self.checks if check.verdict is verdict]
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> CheckVerdict:
         """Differs if any check does; the same if at least one is, and none differs."""
-        for verdict in (Verdict.DIFFERS, Verdict.SAME):
+        for verdict in (CheckVerdict.DIFFERS, CheckVerdict.SAME):
             if self.of(verdict):
                 return verdict
-        return Verdict.NOT_CHECKED
+        return CheckVerdict.NOT_CHECKED
 
     def raise_unless_same(self) -> None:
         """Raise ServedDiffers if a check differs, ServerError if nothing could be checked."""
         where = f"{self.endpoint}: {self.model}"
-        if differing := self.of(Verdict.DIFFERS):
+        if differing := self.of(CheckVerdict.DIFFERS):
             lines = [f"{where} is not the model in {self.folder}:"]
             for check in differing:
                 cause = f"; likely {check.cause}" if check.cause else ""
                 lines.append(f"  - {check.name}: {check.found}{cause}")
             raise ServedDiffers("\n".join(lines))
-        if not self.of(Verdict.SAME):
+        if not self.of(CheckVerdict.SAME):
             [reason] = [check.found for check in self.checks if check.name == ANSWERS]
             raise ServerError(f"{where}: the server offers nothing that can be checked ({reason})")
 
@@ -111,13 +115,13 @@ def _with_causes(checks: Sequence[Check]) -> list[Check]:
     *others, base = checks
     cause = _OTHER_WEIGHTS
     for check in others:
-        if check.verdict is Verdict.DIFFERS and check.name.startswith("template"):
+        if check.verdict is CheckVerdict.DIFFERS and check.name.startswith("template"):
             cause = _OTHER_PROMPT
-    if base.verdict is Verdict.DIFFERS:
+    if base.verdict is CheckVerdict.DIFFERS:
         cause = base.cause
     found = []
     for check in checks:
-        has_none = check.verdict is Verdict.DIFFERS and not check.cause
+        has_none = check.verdict is CheckVerdict.DIFFERS and not check.cause
         found.append(replace(check, cause=cause) if has_none else check)
     return found
 
@@ -142,11 +146,11 @@ def show(certificate: Certificate, stream: TextIO) -> None:
 
 def _conclusion(certificate: Certificate) -> Text:
     verdict = certificate.verdict
-    left = certificate.of(Verdict.NOT_CHECKED)
+    left = certificate.of(CheckVerdict.NOT_CHECKED)
     text = {
-        Verdict.SAME: f"all that was checked is the same ({len(certificate.of(verdict))} checks",
-        Verdict.DIFFERS: f"this is another model ({len(certificate.of(verdict))} checks differ",
-        Verdict.NOT_CHECKED: "nothing could be checked (0 checks",
+        CheckVerdict.SAME: f"all that was checked is the same ({len(certificate.of(verdict))} checks",
+        CheckVerdict.DIFFERS: f"this is another model ({len(certificate.of(verdict))} checks differ",
+        CheckVerdict.NOT_CHECKED: "nothing could be checked (0 checks",
     }[verdict]
     return Text(f"{text}, {len(left)} not checked)", style=_STYLES[verdict])
 

@@ -3,16 +3,17 @@
 A check that a server gives no means for is `not checked`: it never counts as the same.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from statistics import fmean
 
 from tokenizers import Tokenizer
 
 from pipeline_lib.certify.questions import Kind
 from pipeline_lib.certify.reference import BaseReference, Expected
 from pipeline_lib.certify.server import ChatAnswer, NotOffered, Server
+from pipeline_lib.certify.tolerances import Tolerance
 from pipeline_lib.core.text import cut, one_line
 from pipeline_lib.core.units import count
 from pipeline_lib.data.conversations import ENDS_THINKING, OPENS_THINKING
@@ -20,7 +21,7 @@ from pipeline_lib.data.conversations import ENDS_THINKING, OPENS_THINKING
 _TEXT_CHARS = 60
 
 
-class Verdict(StrEnum):
+class CheckVerdict(StrEnum):
     """What became of a check."""
 
     SAME = "same"
@@ -33,7 +34,7 @@ class Check:
     """A check: by which means of the server, what was found, and the likely cause if it differs."""
 
     name: str
-    verdict: Verdict
+    verdict: CheckVerdict
     by: str
     found: str
     cause: str = ""
@@ -41,32 +42,7 @@ class Check:
 
 def not_checked(name: str, reason: str) -> Check:
     """Return the check `name` that was not possible, and why."""
-    return Check(name, Verdict.NOT_CHECKED, "-", reason)
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """By how much a correct server may differ, and why so much.
-
-    `mean_nats` bounds the mean difference of log-probabilities. Where the reference's two likeliest
-    tokens are nearer than `tie_nats`, a server may take the other one.
-    """
-
-    mean_nats: float
-    tie_nats: float
-    reason: str
-
-
-# By what the server holds the weights in. The probabilities of greedy answers are compared, which
-# are large, so that differences are small. bf16: sums in another order and other kernels move
-# logits by about the 2^-8 of their size to which they are rounded. fp8 has 3 bits of mantissa
-# beside an exponent, 4-bit types 16 values for a group of weights. These are bounds of judgement,
-# not measured on large models.
-TOLERANCES = {
-    "bf16": Tolerance(0.05, 0.2, "rounding and the order of sums; also for fp16 and fp32"),
-    "fp8": Tolerance(0.15, 0.5, "weights of 8 bits, also int8 and q8_0"),
-    "4bit": Tolerance(0.4, 1.2, "weights of 4 bits: AWQ, GPTQ, q4_k_m, NF4"),
-}
+    return Check(name, CheckVerdict.NOT_CHECKED, "-", reason)
 
 
 @dataclass(frozen=True)
@@ -100,9 +76,9 @@ def check_tokenizer(server: Server, expected: Sequence[Expected], tokenizer: Tok
         if found != each.prompt:
             text = _ids_apart(each.prompt, found, tokenizer)
             cause = "another tokenizer, or a conversion that lost special tokens"
-            return Check(name, Verdict.DIFFERS, "/tokenize", text, cause)
+            return Check(name, CheckVerdict.DIFFERS, "/tokenize", text, cause)
     found_text = f"the ids of {count(len(expected), 'prompts')}"
-    return Check(name, Verdict.SAME, "/tokenize", found_text)
+    return Check(name, CheckVerdict.SAME, "/tokenize", found_text)
 
 
 @dataclass(frozen=True)
@@ -135,10 +111,10 @@ def check_template(
             )
             if found.is_other_mode:
                 cause = "the server does not give chat_template_kwargs to the template"
-            return Check(name, Verdict.DIFFERS, found.by, found.difference, cause)
+            return Check(name, CheckVerdict.DIFFERS, found.by, found.difference, cause)
         means.append(found.by)
     by = ", ".join(dict.fromkeys(means))
-    return Check(name, Verdict.SAME, by, count(len(asked), "prompts"))
+    return Check(name, CheckVerdict.SAME, by, count(len(asked), "prompts"))
 
 
 def _rendering(
@@ -226,13 +202,13 @@ def check_answers(served: Sequence[Served], tokenizer: Tokenizer, tolerance: Tol
             ties += 1
             tokens += place
         else:
-            return Check(name, Verdict.DIFFERS, "chat", _answers_apart(each, place, tokenizer))
+            return Check(name, CheckVerdict.DIFFERS, "chat", _answers_apart(each, place, tokenizer))
     if not tokens:
         return not_checked(name, _why_unanswered(served))
     found = f"{whole} of {count(len(served), 'answers')} whole"
     found += f", {ties} up to a near tie" if ties else ""
     found += f", {left_out} refused or parsed as calls and not compared" if left_out else ""
-    return Check(name, Verdict.SAME, "chat", found)
+    return Check(name, CheckVerdict.SAME, "chat", found)
 
 
 def _why_unanswered(served: Sequence[Served]) -> str:
@@ -244,7 +220,7 @@ def _why_unanswered(served: Sequence[Served]) -> str:
 
 def _answers_apart(served: Served, place: int, tokenizer: Tokenizer) -> str:
     answer = served.answer
-    there = (answer.reasoning or "") + answer.content if answer else ""
+    there = answer.text if answer else ""
     wanted = tokenizer.decode(served.expected.answer, skip_special_tokens=True)
     return (
         f"from token {place + 1} of the answer to {_quoted(_asked(served))}: "
@@ -267,12 +243,17 @@ def first_other_token(expected: Expected, answer: ChatAnswer, tokenizer: Tokeniz
     An answer that goes on behind an expected end is the same up to there. Without the tags of a
     thinking block and white space, if the server took the block out of the text.
     """
-    plain = str.strip if answer.reasoning is None else _squeezed
-    found = plain((answer.reasoning or "") + answer.content)
+    plain = _plain_as(answer)
+    found = plain(answer.text)
     whole = plain(tokenizer.decode(expected.answer, skip_special_tokens=True))
     if found == whole or (expected.has_ended and found.startswith(whole)):
         return None
     return _first_missing(expected.answer, found, plain, tokenizer)
+
+
+def _plain_as(answer: ChatAnswer) -> Callable[[str], str]:
+    """Return what leaves of a text only that in which it can be compared with `answer`."""
+    return str.strip if answer.reasoning is None else _squeezed
 
 
 def _first_missing(
@@ -305,7 +286,7 @@ def check_end(served: Sequence[Served], tokenizer: Tokenizer) -> Check:
         if left := [token for token in special if token in answer.content]:
             found = f"{left[0]} in the text of an answer"
             cause = "the server does not know the special tokens, and may not stop at them"
-            return Check(name, Verdict.DIFFERS, "chat", found, cause)
+            return Check(name, CheckVerdict.DIFFERS, "chat", found, cause)
         place = first_other_token(each.expected, answer, tokenizer)
         if not each.expected.has_ended or place is not None:
             continue
@@ -316,19 +297,19 @@ def check_end(served: Sequence[Served], tokenizer: Tokenizer) -> Check:
                 f"{one_line(answer.finish_reason) or 'missing'})"
             )
             cause = "no stop token: serve the folder's generation_config.json and tokenizer files"
-            return Check(name, Verdict.DIFFERS, "finish_reason", found, cause)
+            return Check(name, CheckVerdict.DIFFERS, "finish_reason", found, cause)
     if not ended:
         reason = "the model ends none of its answers; allow more --max-new-tokens"
         if any(each.expected.has_ended for each in served):
             reason = "no answer is the model's up to its end"
         return not_checked(name, reason)
-    return Check(name, Verdict.SAME, "finish_reason", count(ended, "answers"))
+    return Check(name, CheckVerdict.SAME, "finish_reason", count(ended, "answers"))
 
 
 def _goes_on(expected: Expected, answer: ChatAnswer, tokenizer: Tokenizer) -> bool:
-    plain = str.strip if answer.reasoning is None else _squeezed
-    whole = plain(tokenizer.decode(expected.answer, skip_special_tokens=True))
-    return plain((answer.reasoning or "") + answer.content) != whole
+    plain = _plain_as(answer)
+    whole = tokenizer.decode(expected.answer, skip_special_tokens=True)
+    return plain(answer.text) != plain(whole)
 
 
 # Log-probabilities.
@@ -400,17 +381,13 @@ def _differences(given: GivenNats, expected: Sequence[Sequence[float]]) -> list[
 
 
 def _judged(name: str, by: str, differences: list[float], tolerance: Tolerance) -> Check:
-    mean = _mean(differences)
+    mean = fmean(differences)
     found = (
         f"{mean:.3f} nats a token apart, tolerance {tolerance.mean_nats:g} "
         f"({count(len(differences), 'tokens')}, at most {max(differences):.3f})"
     )
     is_near = mean <= tolerance.mean_nats  # false for NaN
-    return Check(name, Verdict.SAME if is_near else Verdict.DIFFERS, by, found)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    return Check(name, CheckVerdict.SAME if is_near else CheckVerdict.DIFFERS, by, found)
 
 
 # The base model in place of the tuned one.
@@ -442,13 +419,13 @@ _CLEARLY = 2.0  # times as near, or rounding could decide where a short training
 def _base_by_nats(
     name: str, base: BaseReference, tuned: list[list[float]], given: GivenNats
 ) -> Check:
-    from_tuned = _mean(_differences(given, tuned))
-    from_base = _mean(_differences(given, base.nats))
+    from_tuned = fmean(_differences(given, tuned))
+    from_base = fmean(_differences(given, base.nats))
     found = f"{from_tuned:.3f} nats a token from the tuned model, {from_base:.3f} from the base"
     if from_base > _CLEARLY * from_tuned:
-        return Check(name, Verdict.SAME, "/completions", found)
+        return Check(name, CheckVerdict.SAME, "/completions", found)
     if from_tuned > _CLEARLY * from_base:
-        return Check(name, Verdict.DIFFERS, "/completions", found, BASE_CAUSE)
+        return Check(name, CheckVerdict.DIFFERS, "/completions", found, BASE_CAUSE)
     return not_checked(name, f"{found}: about as near to both")
 
 
@@ -463,7 +440,7 @@ def _base_by_answers(
         as_base += first_other_token(of_base, each.answer, tokenizer) is None
     found = f"{count(as_tuned, 'answers')} as the tuned model's, {as_base} as the base's"
     if as_base > as_tuned:
-        return Check(name, Verdict.DIFFERS, "chat", found, BASE_CAUSE)
+        return Check(name, CheckVerdict.DIFFERS, "chat", found, BASE_CAUSE)
     if as_tuned > as_base:
-        return Check(name, Verdict.SAME, "chat", found)
+        return Check(name, CheckVerdict.SAME, "chat", found)
     return not_checked(name, "no answer tells the tuned model from its base")

@@ -45,7 +45,7 @@ _WEATHER = {"type": "function", "function": _FUNCTION}
 
 
 @dataclass(frozen=True)
-class Question:
+class ServerQuestion:
     """A conversation that is asked, and the prompt that the folder's template makes of it.
 
     `variables` are those of the template that a request has to set.
@@ -75,7 +75,7 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": text}}
 
 
-def questions_of(folder: Path, store: Store, prompts: int) -> list[Question]:
+def questions_of(folder: Path, store: Store, prompts: int) -> list[ServerQuestion]:
     """Return the questions for the model in `folder`: `prompts` of one turn in each thinking mode.
 
     Those are the evaluation's if `store` has it, followed by built-in ones. Tools are left out if
@@ -140,7 +140,7 @@ def _rendered(
     context: Context,
     asked: Sequence[tuple[Kind, list[Message]]],
     tools: list[dict[str, Any]] | None,
-) -> list[Question]:
+) -> list[ServerQuestion]:
     """Return the questions in both thinking modes, or in one if the template has no switch."""
     kwargs = dict(context.chat_template_kwargs)
     conversations = [messages for _, messages in asked]
@@ -155,5 +155,5 @@ def _rendered(
     found = []
     for texts, variables in modes:
         for (kind, messages), text in zip(asked, texts, strict=True):
-            found.append(Question(kind, messages, tools, variables, text))
+            found.append(ServerQuestion(kind, messages, tools, variables, text))
     return found

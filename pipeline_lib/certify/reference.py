@@ -10,12 +10,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipeline_lib.certify.questions import Question
+from pipeline_lib.certify.questions import ServerQuestion
 from pipeline_lib.core.errors import DataError, IntegrityError
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store
 from pipeline_lib.data.encode import load_tokenizer
-from pipeline_lib.evaluate.answers import GREEDY, generate
+from pipeline_lib.evaluate.answers import GREEDY, device_of, generate, stops_of
 from pipeline_lib.evaluate.chat_model import load_base_of, load_to_chat, place_for
 
 
@@ -27,7 +27,7 @@ class Expected:
     tokens, and `leads` how many nats the likeliest token at each place is before the second one.
     """
 
-    question: Question
+    question: ServerQuestion
     prompt: list[int]
     answer: list[int]
     nats: list[float]
@@ -44,7 +44,7 @@ class BaseReference:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ModelReference:
     """What the model in the folder answers, and its base; `base` is a reason if it is not known."""
 
     tokenizer: Tokenizer
@@ -53,8 +53,8 @@ class Reference:
 
 
 def reference_of(
-    folder: Path, store: Store, questions: Sequence[Question], max_new_tokens: int, say: Say
-) -> Reference:
+    folder: Path, store: Store, questions: Sequence[ServerQuestion], max_new_tokens: int, say: Say
+) -> ModelReference:
     """Load the model in `folder`, and its base if it is in the store, and ask both.
 
     Raises DataError if the model cannot be loaded or has no room.
@@ -67,7 +67,7 @@ def reference_of(
     del model
     gc.collect()  # before the base takes memory
     base = _base(folder, store, tokenizer, expected, max_new_tokens, say)
-    return Reference(tokenizer, expected, base)
+    return ModelReference(tokenizer, expected, base)
 
 
 def _base(
@@ -89,14 +89,12 @@ def _base(
 
 
 def _expected(
-    model: PreTrainedModel, tokenizer: Tokenizer, question: Question, max_new_tokens: int
+    model: PreTrainedModel, tokenizer: Tokenizer, question: ServerQuestion, max_new_tokens: int
 ) -> Expected:
     prompt = tokenizer.encode(question.prompt, add_special_tokens=False).ids
     (answer,) = generate(model, [prompt], max_new_tokens, **GREEDY)
     nats, leads = _nats_and_leads(model, prompt, answer)
-    stops = model.generation_config.eos_token_id
-    ends = stops if isinstance(stops, list) else [stops]
-    return Expected(question, prompt, answer, nats, leads, answer[-1] in ends)
+    return Expected(question, prompt, answer, nats, leads, answer[-1] in stops_of(model))
 
 
 @torch.no_grad()
@@ -104,8 +102,7 @@ def _nats_and_leads(
     model: PreTrainedModel, prompt: list[int], answer: list[int]
 ) -> tuple[list[float], list[float]]:
     """Return the log-probabilities of the answer's tokens [A], and the lead at each place [A]."""
-    device = next(parameter.device for parameter in model.parameters() if not parameter.is_meta)
-    tokens = torch.tensor([prompt + answer], device=device)
+    tokens = torch.tensor([prompt + answer], device=device_of(model))
     logits: Tensor = model(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
     nats = logits.float().log_softmax(-1)  # [A, V]
     best = nats.topk(2).values

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx2
 from pydantic import BaseModel, ValidationError
 
-from pipeline_lib.certify.questions import Question
+from pipeline_lib.certify.questions import ServerQuestion
 from pipeline_lib.core.errors import ConfigError, PipelineError, ServerError
 from pipeline_lib.core.text import MASK, shortened
 
@@ -56,11 +56,16 @@ class ChatAnswer:
     prompt_tokens: int | None
     tokens: Sequence[TokenProbability]
 
+    @property
+    def text(self) -> str:
+        """All that the model wrote, but calls that a tool parser took out of it."""
+        return (self.reasoning or "") + self.content
+
 
 # Replies, as far as they are read.
 
 
-class _Message(BaseModel):
+class _ChatMessage(BaseModel):
     content: str | None = None
     reasoning: str | None = None  # newer vLLM
     reasoning_content: str | None = None
@@ -77,7 +82,7 @@ class _Tokens(BaseModel):
 
 
 class _Choice(BaseModel):
-    message: _Message
+    message: _ChatMessage
     finish_reason: str | None = None
     logprobs: _Tokens | None = None
 
@@ -165,7 +170,7 @@ class Server:
             self.model = names[0]
         return self.model
 
-    def chat(self, question: Question, max_tokens: int) -> ChatAnswer:
+    def chat(self, question: ServerQuestion, max_tokens: int) -> ChatAnswer:
         """Return the greedy answer to `question`, with probabilities if the server gives them.
 
         Raises NotOffered if the server refuses the question.
@@ -190,14 +195,14 @@ class Server:
             tokens=[TokenProbability(each.token, each.logprob) for each in tokens or []],
         )
 
-    def prompt_ids(self, question: Question) -> list[int]:
+    def prompt_ids(self, question: ServerQuestion) -> list[int]:
         """Return the token ids of the prompt as the server renders `question` (vLLM).
 
         Raises NotOffered.
         """
         return self._tokens({**self._asked(question), "add_generation_prompt": True})
 
-    def prompt_text(self, question: Question) -> str:
+    def prompt_text(self, question: ServerQuestion) -> str:
         """Return the prompt as the server renders `question` (llama-server). Raises NotOffered."""
         url = f"{self._root}/apply-template"
         return self._reply(_Prompt, "POST", url, self._asked(question)).prompt
@@ -230,7 +235,7 @@ class Server:
                 return found[: len(tokens)]
         raise NotOffered(reason)
 
-    def _asked(self, question: Question) -> dict[str, Any]:
+    def _asked(self, question: ServerQuestion) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "messages": question.request_messages}
         if question.tools:
             body["tools"] = question.tools

@@ -5,13 +5,12 @@ import os
 import sys
 from typing import Any
 
+from pipeline_lib.certify.tolerances import TOLERANCES
 from pipeline_lib.cli.chat import model_of, tell
 from pipeline_lib.cli.machines import positive
 from pipeline_lib.core.processes import importing
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
-
-WEIGHTS = ("bf16", "fp8", "4bit")
 
 
 def add_to(commands: Any) -> None:
@@ -35,8 +34,8 @@ def add_to(commands: Any) -> None:
     )
     sub.add_argument(
         "--weights",
-        choices=WEIGHTS,
-        default=WEIGHTS[0],
+        choices=TOLERANCES,
+        default="bf16",
         help="what the server holds the weights in, which sets the tolerances; default: bf16",
     )
     sub.add_argument(

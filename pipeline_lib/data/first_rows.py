@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from pipeline_lib.config.schema import FileData
 from pipeline_lib.core.errors import DataError
@@ -46,8 +46,12 @@ def first_row(path: Path, source: FileData, *, may_be_bad: bool) -> FirstRow:
     If the row `may_be_bad`, the stage would put it aside and go on, so it is a problem only if the
     stage would stop in any case.
     """
-    reading = source.model_dump_json(include={"source", "path", "format", "columns", "roles"})
-    return _first_row(path, stamp_of(path), reading, may_be_bad)
+    return _first_row(path, stamp_of(path), _reading_of(source), may_be_bad)
+
+
+def _reading_of(source: FileData) -> str:
+    """Return the settings of `source` by which its rows are read, as JSON: the key of a cache."""
+    return source.model_dump_json(include={"source", "path", "format", "columns", "roles"})
 
 
 @lru_cache(maxsize=1024)
@@ -74,7 +78,7 @@ def _first_row(path: Path, _stamp: Stamp, reading: str, may_be_bad: bool) -> Fir
 
 
 def _problem_of(row: RawRow, bad: BadRow) -> str:
-    """Return what is wrong with the first row of a file."""
+    """Return what is wrong with a row, and where it is."""
     reason = bad.reason.value.replace("_", " ")
     text = f"{row.place}: {reason}: {rejected(row, bad).detail}"
     if bad.reason == Reason.BAD_JSON and b"," in (row.text or b""):
@@ -82,60 +86,29 @@ def _problem_of(row: RawRow, bad: BadRow) -> str:
     return text
 
 
-def first_rows(
-    path: Path, source: FileData, most: int, of: Callable[[Content], T]
-) -> tuple[list[T], float]:
-    """Return `of` the content of the first rows at `path`, and the ratio of all rows to these.
-
-    They are `most` at most, and of MOST_BYTES about. Rows that cannot be used are left out: the
-    tokenize stage tells what is wrong with them.
-    """
-    file = CorpusFile(path, own_keys=source.columns.values())
-    found = list[T]()
-    layout = None
-    read = 0
-    share = 1.0
-    with suppress(DataError, WrongFile, OSError):
-        for row in file:
-            offset = row.place.byte_offset
-            if read == most or (offset or 0) > MOST_BYTES:
-                share = file.fraction_read if offset is None else offset / _text_bytes(path)
-                break
-            read += 1
-            with suppress(BadRow):
-                value = value_of(row)
-                layout = layout or layout_of(value, source)
-                found.append(of(to_content(value, layout)))
-    return found, 1 / min(1.0, share) if share else 1.0
-
-
 @dataclass(frozen=True)
-class SeenRows:
-    """What the first rows of a file show: `rows` of them, which stand for `times` as many.
+class FirstRows(Generic[T]):
+    """What the first `rows` rows of a file show, which stand for `times` as many.
 
-    `bad` cannot be used, and `first_bad` says where the first of them is and why. `bytes_of` are
-    the UTF-8 bytes of the text of each of the others.
+    `used` is what is made of each row that can be used. `bad` others cannot, and `first_bad` says
+    where the first of them is and why.
     """
 
-    rows: int = 0
-    times: float = 1.0
-    bad: int = 0
-    first_bad: str = ""
-    bytes_of: tuple[int, ...] = ()
+    used: tuple[T, ...]
+    rows: int
+    times: float
+    bad: int
+    first_bad: str
 
 
-def seen_rows(path: Path, source: FileData, most: int) -> SeenRows:
-    """Return what at most `most` rows at `path` show; none where the file cannot be read at all."""
-    reading = source.model_dump_json(include={"source", "path", "format", "columns", "roles"})
-    return _seen_rows(path, stamp_of(path), reading, most)
+def first_rows(path: Path, source: FileData, most: int, of: Callable[[Content], T]) -> FirstRows[T]:
+    """Return the first rows at `path`, with `of` the content of each that can be used.
 
-
-@lru_cache(maxsize=1024)
-def _seen_rows(path: Path, _stamp: Stamp, reading: str, most: int) -> SeenRows:
-    """Return what the rows show, cached by the file's size and time: a sweep shares its files."""
-    source = FileData.model_validate_json(reading)
+    They are `most` at most, and of MOST_BYTES about; none of a file that cannot be read at all: the
+    tokenize stage tells what is wrong with it.
+    """
     file = CorpusFile(path, own_keys=source.columns.values())
-    bytes_of = list[int]()
+    used = list[T]()
     layout = None
     read = 0
     bad = 0
@@ -151,11 +124,23 @@ def _seen_rows(path: Path, _stamp: Stamp, reading: str, most: int) -> SeenRows:
             try:
                 value = value_of(row)
                 layout = layout or layout_of(value, source)
-                bytes_of.append(_bytes_of(to_content(value, layout)))
+                used.append(of(to_content(value, layout)))
             except BadRow as found:
                 bad += 1
                 first_bad = first_bad or _problem_of(row, found)
-    return SeenRows(read, 1 / min(1.0, share) if share else 1.0, bad, first_bad, tuple(bytes_of))
+    times = 1 / min(1.0, share) if share else 1.0
+    return FirstRows(tuple(used), read, times, bad, first_bad)
+
+
+def sizes_of_first_rows(path: Path, source: FileData, most: int) -> FirstRows[int]:
+    """Return the first rows at `path` with the UTF-8 bytes of the text of each."""
+    return _sizes_of_first_rows(path, stamp_of(path), _reading_of(source), most)
+
+
+@lru_cache(maxsize=1024)
+def _sizes_of_first_rows(path: Path, _stamp: Stamp, reading: str, most: int) -> FirstRows[int]:
+    """Return them, cached by the file's size and time: a sweep shares its files."""
+    return first_rows(path, FileData.model_validate_json(reading), most, _bytes_of)
 
 
 def _bytes_of(content: Content) -> int:

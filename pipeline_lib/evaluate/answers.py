@@ -237,6 +237,22 @@ def answers_to(
     return texts
 
 
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Return the device of the first part that has one.
+
+    Of a model that is spread over GPUs and the host's memory, the parts in the latter have the
+    device `meta`.
+    """
+    return next(parameter.device for parameter in model.parameters() if not parameter.is_meta)
+
+
+def stops_of(model: PreTrainedModel) -> list[int | None]:
+    """Return the tokens that end an answer of the model, by its generation config."""
+    config: Any = model.generation_config
+    stops = config.eos_token_id
+    return stops if isinstance(stops, list) else [stops]
+
+
 def generate(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any
 ) -> list[list[int]]:
@@ -245,9 +261,7 @@ def generate(
     `options` are those of transformers' `generate`. Raises DataError if the model's generation
     config cannot be used.
     """
-    # Of a model that is spread over GPUs and the host's memory, the parts in the latter have the
-    # device `meta`.
-    device = next(parameter.device for parameter in model.parameters() if not parameter.is_meta)
+    device = device_of(model)
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
     # The padding is masked. It repeats a token of the prompt, so that a penalty on what occurs
@@ -271,8 +285,7 @@ def generate(
         raise DataError(
             f"the model cannot answer as its generation_config.json asks: {error}"
         ) from error
-    config: Any = model.generation_config
-    stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    stops = stops_of(model)
     return [_ended(tokens, stops) for tokens in output[:, longest:].tolist()]
 
 

@@ -28,7 +28,7 @@ from pipeline_lib.data.chat_template import has_template
 from pipeline_lib.data.conversations import ENDS_THINKING, OPENS_THINKING, Message
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.data.thinking import opens_thinking
-from pipeline_lib.evaluate.answers import GREEDY, Context, generate, modes_of, render
+from pipeline_lib.evaluate.answers import GREEDY, Context, generate, modes_of, render, stops_of
 from pipeline_lib.evaluate.chat_model import Place, load_base_of, load_to_chat, place_for
 
 _INCOMPLETE = "\ufffd"
@@ -221,11 +221,7 @@ class Chat:
         except torch.OutOfMemoryError as error:
             text = "the GPU's memory does not hold this conversation; begin a new one with /new"
             raise DataError(f"{self.folder}: {text}") from error
-        config: Any = model.generation_config
-        stops = (
-            config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        )
-        if len(tokens) == most and tokens[-1] not in stops:
+        if len(tokens) == most and tokens[-1] not in stops_of(model):
             full = (
                 f"the model reads at most {room + len(self._asked):,} tokens; /new begins a new "
                 "conversation"

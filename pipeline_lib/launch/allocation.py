@@ -117,7 +117,7 @@ def allocated(
             yield allocation
     else:
         job = SlurmJob.of(environ) if is_job else None
-        yield HERE if job is None else _of_job(job, nodes, source)
+        yield HERE if job is None else of_job(job, nodes, source)
 
 
 def _links_of(joined: Sequence[Joined]) -> Iterator[HostLink]:
@@ -165,7 +165,8 @@ def of_links(
         yield Allocation(group.hosts, group.addresses[group.hosts[0]], group=group)
 
 
-def _of_job(job: SlurmJob, nodes: int, source: str) -> Allocation:
+def of_job(job: SlurmJob, nodes: int, source: str) -> Allocation:
+    """Return the first `nodes` nodes of `job`, for `source`. Raises ConfigError if it has fewer."""
     hosts = node_names(job.fields["NodeList"])
     if len(hosts) < nodes:
         raise ConfigError(

@@ -5,15 +5,15 @@ not come to its end here is made by a job of its own, as Snakemake finds it miss
 """
 
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Spec, Store
-from pipeline_lib.launch.place import OF_OTHER_TASKS
-from pipeline_lib.launch.spawn import MODULE
+from pipeline_lib.launch.allocation import of_job
+from pipeline_lib.launch.place import RankPlacement, srun_beside
 from pipeline_lib.records.plan import PlannedCluster
-from pipeline_lib.slurm.job import SlurmJob, node_names
+from pipeline_lib.slurm.job import SlurmJob
 
 
 def run_following(
@@ -32,26 +32,17 @@ def run_following(
     job = SlurmJob.of(environ)
     if job is None or not missing:
         return
-    nodes = node_names(job.fields["NodeList"])
-    node = job.fields.get("BatchHost", nodes[0])
-    inherited = {name: text for name, text in environ.items() if name not in OF_OTHER_TASKS}
+    allocation = of_job(job, 1, "the training")
+    place = replace(RankPlacement.of(cluster, allocation), nodes=1)
+    inherited = dict(environ)
     for spec in missing:
-        say(f"---- {spec.stage} in the job of the training, on {node}")
+        say(f"---- {spec.stage} in the job of the training, on {allocation.hosts[0]}")
         path = store.spec_path(spec.digest).absolute()
-        command = [*_srun(node, cluster), sys.executable, "-m", MODULE, spec.stage]
-        ended = subprocess.run([*command, "--spec", str(path)], env=inherited, check=False)
+        command = srun_beside(place, inherited, [spec.stage, "--spec", str(path)])
+        ended = subprocess.run(command, env=inherited, check=False)
         if ended.returncode:
             say(
                 f"{spec.stage} {spec.digest}: ended here with exit code {ended.returncode}; "
                 "a job of its own makes it"
             )
             return
-
-
-def _srun(node: str, cluster: PlannedCluster) -> list[str]:
-    """Return the command that starts a task on `node`, beside what else the job runs there."""
-    ranks = cluster.ranks // cluster.nodes
-    command = ["srun", "--nodes", "1", "--ntasks", "1", "--nodelist", node]
-    command += ["--cpus-per-task", str(cluster.cpus_per_rank * ranks)]
-    command += ["--overlap", "--input", "none", "--export", "ALL"]
-    return [*command, "--gres", f"gpu:{ranks}"] if cluster.is_gpu else command

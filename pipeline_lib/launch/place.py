@@ -235,8 +235,6 @@ def srun_command(place: RankPlacement, environ: dict[str, str], program: list[st
     A task that fails ends the others. Output is not labelled: it is that of rank 0, for people.
     Variables of other tasks are removed from `environ`, which is that of the ranks.
     """
-    for name in OF_OTHER_TASKS:
-        environ.pop(name, None)
     if place.launcher == "srun":
         tasks = place.ranks_per_node
         cpus = place.cpus_per_rank
@@ -245,6 +243,22 @@ def srun_command(place: RankPlacement, environ: dict[str, str], program: list[st
         tasks = 1
         cpus = place.cpus_per_rank * place.ranks_per_node
         started = node_program(place.nodes, place.ranks_per_node)
+    return [*_srun(place, tasks, cpus, environ), sys.executable, "-m", *started, *program]
+
+
+def srun_beside(place: RankPlacement, environ: dict[str, str], program: list[str]) -> list[str]:
+    """Return the srun command of one task of `program`, with all that the ranks have on a node.
+
+    `place` is that one node, and `environ` as in `srun_command`.
+    """
+    cpus = place.cpus_per_rank * place.ranks_per_node
+    return [*_srun(place, 1, cpus, environ), sys.executable, "-m", MODULE, *program]
+
+
+def _srun(place: RankPlacement, tasks: int, cpus: int, environ: dict[str, str]) -> list[str]:
+    """Return srun with its options, for `tasks` on each node with `cpus` each."""
+    for name in OF_OTHER_TASKS:
+        environ.pop(name, None)
     command = ["srun", "--nodes", str(place.nodes), "--ntasks", str(place.nodes * tasks)]
     command += [
         "--ntasks-per-node",
@@ -258,4 +272,4 @@ def srun_command(place: RankPlacement, environ: dict[str, str], program: list[st
     command += ["--kill-on-bad-exit=1", "--overlap", "--input", "none", "--export", "ALL"]
     if place.device == "cuda":
         command += ["--gres", f"gpu:{place.ranks_per_node}"]
-    return [*command, sys.executable, "-m", *started, *program]
+    return command

@@ -179,15 +179,16 @@ def _of_source(
         all_bytes += stamp.size
         if number >= _READ_FILES or left <= 0:
             continue
-        rows, times = first_rows(path, source, each, row_of)
-        used = min(1.0, left / max(1.0, len(rows) * times))
-        left -= len(rows) * times
-        for row in rows:
+        first = first_rows(path, source, each, row_of)
+        rows = len(first.used) * first.times
+        share = min(1.0, left / max(1.0, rows))
+        left -= rows
+        for row in first.used:
             own = row.amounts(tokenize, ratios)
             found = tuple(
-                amount + one * (times * used) for amount, one in zip(found, own, strict=True)
+                amount + one * (first.times * share) for amount, one in zip(found, own, strict=True)
             )
-        read_bytes += stamp.size if rows else 0
+        read_bytes += stamp.size if first.used else 0
     if not read_bytes:
         return None
     others = all_bytes / read_bytes

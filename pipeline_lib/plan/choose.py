@@ -33,24 +33,24 @@ _AT_ONCE = 16_384  # ways
 
 
 @dataclass(frozen=True, eq=False)
-class Needs:
+class WayNeeds:
     """All legal ways of a case, and what each needs: columns of a number for each way."""
 
     case: Case
     ways: Ways
 
     @staticmethod
-    def of(case: Case, is_lean: bool = False) -> "Needs":
+    def of(case: Case, is_lean: bool = False) -> "WayNeeds":
         """Return the needs of all legal ways, or of those that need least memory.
 
         Ranks of several nodes share a block only if nothing fits where those of one do.
         """
         counts = rank_counts(case)
         within = [count for count in counts if count <= case.ranks.per_node]
-        needs = Needs(case, ways_of(case, within or counts, is_lean))
+        needs = WayNeeds(case, ways_of(case, within or counts, is_lean))
         if within in ([], counts) or needs.fits.any():
             return needs
-        return Needs(case, ways_of(case, counts, is_lean))
+        return WayNeeds(case, ways_of(case, counts, is_lean))
 
     @cached_property
     def _of_memory(self) -> Column:
@@ -277,11 +277,11 @@ def choose(case: Case) -> Choice:
     If `case.train` names a strategy, the others are only for comparison. Raise DataError if no way
     is legal.
     """
-    needs = Needs.of(case)
+    needs = WayNeeds.of(case)
     if not len(needs.ways):
         raise DataError(no_way(case))
     chosen = needs.best_or_leanest(needs.every())
-    beside = needs if case.train.strategy == AUTO else Needs.of(_with_any_strategy(case))
+    beside = needs if case.train.strategy == AUTO else WayNeeds.of(_with_any_strategy(case))
     best = {name: beside.best_or_leanest(beside.every(name)) for name in beside.strategies()}
     limit_s = chosen.step_s.value / (1 + AS_GOOD) if chosen.fits else np.inf
     row = needs.nearest(limit_s)
@@ -313,7 +313,7 @@ def _left_out(case: Case) -> dict[str, str]:
 
 def best_way(case: Case) -> Prediction:
     """Return the best legal way of a case, or if none fits the leanest; there has to be one."""
-    needs = Needs.of(case)
+    needs = WayNeeds.of(case)
     return needs.best_or_leanest(needs.every())
 
 
@@ -323,14 +323,14 @@ def fastest(case: Case) -> Prediction | None:
     counts = sharing_counts(case.geometry, case.train, case.held, case.ranks, *sizes)
     if not counts or not is_legal(case.train, case.ranks):
         return None
-    needs = Needs.of(case)
+    needs = WayNeeds.of(case)
     row = needs.best(needs.every()) if len(needs.ways) else None
     return None if row is None else needs.predict(row)
 
 
 def leanest(case: Case) -> tuple[Train, Memory] | None:
     """Return the legal way that lacks least memory; None if there is none. It may fit."""
-    needs = Needs.of(case, is_lean=True)
+    needs = WayNeeds.of(case, is_lean=True)
     if not len(needs.ways):
         return None
     return needs.way(needs.leanest(needs.every()))
@@ -338,7 +338,7 @@ def leanest(case: Case) -> tuple[Train, Memory] | None:
 
 def fits_somehow(case: Case) -> bool:
     """Return whether at least one way to train fits; memory alone is considered."""
-    needs = Needs.of(case, is_lean=True)
+    needs = WayNeeds.of(case, is_lean=True)
     return len(needs.ways) > 0 and bool(needs.fits.any())
 
 

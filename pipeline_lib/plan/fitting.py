@@ -16,7 +16,7 @@ from pipeline_lib.config.train import AUTO, Train, in_file
 from pipeline_lib.core import units
 from pipeline_lib.core.units import from_gigabytes, gib, gigabytes
 from pipeline_lib.plan.case import Case
-from pipeline_lib.plan.choose import Needs, fits_somehow, leanest
+from pipeline_lib.plan.choose import WayNeeds, fits_somehow, leanest
 from pipeline_lib.plan.context import allowed_counts
 from pipeline_lib.plan.gpus import find_gpu, gpu_names
 from pipeline_lib.plan.legal import OFFLOAD, rank_counts
@@ -195,7 +195,7 @@ def _in_4_bits(case: Case) -> Iterator[str]:
     train = case.train.model_copy(update=changes)
 
     def fits_without_host(train: Train) -> bool:
-        needs = Needs.of(case.by(train), is_lean=True)
+        needs = WayNeeds.of(case.by(train), is_lean=True)
         return len(needs.ways) > 0 and bool((needs.fits & ~needs.put_on_host).any())
 
     if case.geometry.expert_layers or not case.machine.is_gpu or fits_without_host(train):
@@ -230,7 +230,7 @@ def _more_host_memory(case: Case) -> int | None:
 
 def _least_host_bytes(case: Case) -> int | None:
     """Return the least host memory of a node with which a way fits; None if none does."""
-    needs = Needs.of(case, is_lean=True)
+    needs = WayNeeds.of(case, is_lean=True)
     if not len(needs.ways) or not needs.fits.any():
         return None
     return math.ceil(float(needs.host_bytes[needs.fits].min()))
@@ -262,7 +262,7 @@ def _on_host(memory: Memory, machine: Machine) -> str:
 
 def _least_on_host(case: Case) -> str:
     """Return `_on_host` of the way that fits with the least host memory; there has to be one."""
-    needs = Needs.of(case, is_lean=True)
+    needs = WayNeeds.of(case, is_lean=True)
     row = int(needs.fits.nonzero()[0][needs.host_bytes[needs.fits].argmin()])
     return _on_host(needs.way(row)[1], case.machine)
 

@@ -23,7 +23,7 @@ from pipeline_lib.plan.host import (
     STAGE_BYTES,
 )
 from pipeline_lib.plan.machine import Ranks
-from pipeline_lib.plan.moments import AT_LOSS, ZERO_BUCKET, Model, Moment, Step, sharded_over
+from pipeline_lib.plan.moments import AT_LOSS, ZERO_BUCKET, Model, Moment, StepMoments, sharded_over
 from pipeline_lib.plan.trained import checkpoint_bytes, portions
 from pipeline_lib.plan.ways import Column, Mask, Ways
 from pipeline_lib.records.plan import Memory
@@ -135,9 +135,9 @@ class MemoryOfWays:
         return _State(*self.ways.each(of_kind, "strategy", "shard_ranks", "offload"))
 
     @cached_property
-    def _step(self) -> Step:
+    def _step(self) -> StepMoments:
         gradients = self._state.gradients
-        return Step(
+        return StepMoments(
             self.geometry,
             self.ways,
             self._model,

@@ -127,7 +127,7 @@ _OF_LAYERS = ("strategy", "recompute", "compile", "context_ranks")
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class StepMoments:
     """What a rank holds in a step, by each of `ways`.
 
     `accumulation` counts the micro-batches; from the second on, gradients exist in the forward

@@ -45,7 +45,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Row:
+class OfferRow:
     """What a config takes on an offer's machines, or why it cannot be trained there.
 
     `hours` and `cost` are those of the training, None while its steps are not known; `token_cost`
@@ -99,7 +99,7 @@ def _lines(texts: Sequence[str]) -> Iterator[str]:
                 yield content
 
 
-def rows_of(config: Config, offers: Sequence[Offer], plan: Plan) -> list[Row]:
+def rows_of(config: Config, offers: Sequence[Offer], plan: Plan) -> list[OfferRow]:
     """Return a row for each offer: what fits first, the cheapest first, and of these the fastest.
 
     `plan` answers for a config. The batch is rounded to what the GPUs can share.
@@ -107,7 +107,7 @@ def rows_of(config: Config, offers: Sequence[Offer], plan: Plan) -> list[Row]:
     rows = [_row(config, offer, plan) for offer in offers]
     unknown = float("inf")
 
-    def order(row: Row) -> tuple[bool, float, float, float]:
+    def order(row: OfferRow) -> tuple[bool, float, float, float]:
         money = unknown if row.cost is None else row.cost
         of_tokens = unknown if row.token_cost is None else row.token_cost
         return not row.fits, money, of_tokens, row.step_s or unknown
@@ -115,29 +115,29 @@ def rows_of(config: Config, offers: Sequence[Offer], plan: Plan) -> list[Row]:
     return sorted(rows, key=order)
 
 
-def _row(config: Config, offer: Offer, plan: Plan) -> Row:
+def _row(config: Config, offer: Offer, plan: Plan) -> OfferRow:
     there, rounded = config_on(config, offer)
     problems = cross_check(there)
     if problems:
         keys, text = problems[0]
-        return Row(offer, False, f"{'.'.join(map(str, keys))}: {text}")
+        return OfferRow(offer, False, f"{'.'.join(map(str, keys))}: {text}")
     try:
         found = plan(there)
     except PipelineError as error:
-        return Row(offer, False, str(error))
+        return OfferRow(offer, False, str(error))
     choice = found.choice
     way = found.content.prediction
     if choice is None or way is None or found.case is None:
-        return Row(offer, False, "the time is not known")
+        return OfferRow(offer, False, "the time is not known")
     if not choice.chosen.fits:
-        return Row(offer, False, what_would_fit(found.case)[0])
+        return OfferRow(offer, False, what_would_fit(found.case)[0])
     hours = None if way.run_s is None else way.run_s.value / HOUR_S
     cost = found.content.summary.cost
     token_cost = None
     if offer.price is not None:
         token_s = way.tokens_per_s_per_rank.value
         token_cost = offer.price / HOUR_S * _MILLION / token_s
-    return Row(
+    return OfferRow(
         offer,
         True,
         ", ".join(way.words) + rounded,
@@ -176,7 +176,7 @@ def config_on(config: Config, offer: Offer) -> tuple[Config, str]:
     return changed.model_copy(update={"train": rounded}), f"; batch of {tokens:,} tokens"
 
 
-def table_of(rows: Sequence[Row]) -> str:
+def table_of(rows: Sequence[OfferRow]) -> str:
     """Return the rows as text."""
     has_money = any(row.offer.price is not None for row in rows)
     table = Table(box=None, padding=(0, 2, 0, 0))

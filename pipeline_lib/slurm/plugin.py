@@ -33,15 +33,18 @@ def submit_only_what_is_missing() -> None:
     submit = plugin.Executor.run_jobs
 
     def run_jobs(executor: Any, jobs: list[Any]) -> None:
-        made = [job for job in jobs if is_made(job)]
-        for job in made:
-            # Snakemake expects it of every job that has run
-            benchmark = Path(job.benchmark)
-            benchmark.parent.mkdir(parents=True, exist_ok=True)
-            benchmark.touch()
+        missing = []
+        for job in jobs:
+            if not is_made(job):
+                missing.append(job)
+                continue
+            if job.benchmark:  # Snakemake expects it of every job that has run
+                benchmark = Path(job.benchmark)
+                benchmark.parent.mkdir(parents=True, exist_ok=True)
+                benchmark.touch()
             executor.run_job_pre(job)
             executor.report_job_success(SubmittedJobInfo(job))
-        if missing := [job for job in jobs if job not in made]:
+        if missing:
             submit(executor, missing)
 
     plugin.Executor.run_jobs = run_jobs

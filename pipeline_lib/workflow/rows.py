@@ -9,7 +9,7 @@ from pipeline_lib.config.findings import Finding, finding_of
 from pipeline_lib.config.schema import Config, DataSource, FileData
 from pipeline_lib.core import units
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.data.first_rows import SeenRows, seen_rows
+from pipeline_lib.data.first_rows import FirstRows, sizes_of_first_rows
 from pipeline_lib.records.evaluation import MIN_DOCUMENTS
 
 _READ_ROWS = 1024  # of each file
@@ -23,7 +23,7 @@ _MOST_HELD_OUT = 0.5
 class _Seen:
     """What was seen of a source, and about how many rows that can be used it has in all."""
 
-    files: tuple[SeenRows, ...]
+    files: tuple[FirstRows[int], ...]
     rows: float
 
 
@@ -46,15 +46,15 @@ def _seen(source: DataSource) -> _Seen | None:
         return None
     try:
         paths = data_files(source.path, source.split)
-        files = tuple(seen_rows(path, source, _READ_ROWS) for path in paths[:_READ_FILES])
+        files = tuple(sizes_of_first_rows(path, source, _READ_ROWS) for path in paths[:_READ_FILES])
     except (DataError, OSError):
         return None
-    rows = sum(len(file.bytes_of) * file.times for file in files)
+    rows = sum(len(file.used) * file.times for file in files)
     rows *= len(paths) / max(1, len(files))
     return _Seen(files, min(rows, source.max_rows or math.inf))
 
 
-def _broken(config: Config, files: list[SeenRows]) -> Iterator[Finding]:
+def _broken(config: Config, files: list[FirstRows[int]]) -> Iterator[Finding]:
     """Yield a warning if more rows cannot be used than the tokenize stage allows."""
     rows = sum(file.rows for file in files)
     bad = sum(file.bad for file in files)
@@ -70,10 +70,10 @@ def _broken(config: Config, files: list[SeenRows]) -> Iterator[Finding]:
     )
 
 
-def _long(config: Config, files: list[SeenRows]) -> Iterator[Finding]:
+def _long(config: Config, files: list[FirstRows[int]]) -> Iterator[Finding]:
     """Yield a warning if more rows are surely too long than the tokenize stage allows to drop."""
     tokenize = config.tokenize
-    lengths = [size / _BYTES_OF_TOKEN for file in files for size in file.bytes_of]
+    lengths = [size / _BYTES_OF_TOKEN for file in files for size in file.used]
     long = [length for length in lengths if length > tokenize.max_tokens]
     if tokenize.over_long != "drop" or len(long) <= tokenize.max_dropped_fraction * len(lengths):
         return

@@ -1,5 +1,6 @@
 """Certificates of real servers on loopback: right ones, and ones that are wrong on purpose."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -23,22 +24,22 @@ from transformers import AutoModelForCausalLM
 
 from pipeline_lib.certify.certificate import Certificate, certify
 from pipeline_lib.certify.checks import (
-    TOLERANCES,
+    CheckVerdict,
     Served,
-    Verdict,
     check_answers,
     check_base,
     first_other_token,
 )
 from pipeline_lib.certify.questions import (
     BUILT_IN,
-    Question,
+    ServerQuestion,
     evaluated_prompts,
     questions_of,
 )
 from pipeline_lib.certify.reference import BaseReference, Expected
 from pipeline_lib.certify.server import KEY_VARIABLE, ChatAnswer, Server
-from pipeline_lib.cli.certify import WEIGHTS
+from pipeline_lib.certify.tolerances import TOLERANCES
+from pipeline_lib.cli.certify import add_to
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.core.errors import ConfigError, DataError, ServedDiffers, ServerError
 from pipeline_lib.core.files import write_jsonl
@@ -87,7 +88,7 @@ def world(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(store, folder, tiny)
 
 
-def learn(folder: Path, questions: list[Question]) -> None:
+def learn(folder: Path, questions: list[ServerQuestion]) -> None:
     """Train the model in `folder` to give each question a short answer of its own, which ends."""
     tokenizer = load_tokenizer(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -135,7 +136,7 @@ def verdicts(found: Certificate) -> dict[str, str]:
 
 def cause_of(found: Certificate, name: str) -> str:
     [check] = [check for check in found.checks if check.name == name]
-    assert check.verdict is Verdict.DIFFERS, check
+    assert check.verdict is CheckVerdict.DIFFERS, check
     return check.cause
 
 
@@ -244,7 +245,7 @@ def test_a_lost_template_is_named_and_is_the_cause_of_other_answers(
 
     checks = {check.name: check for check in found.checks}
     for name in ALL[1:4]:
-        assert checks[name].verdict is Verdict.DIFFERS
+        assert checks[name].verdict is CheckVerdict.DIFFERS
         assert checks[name].by == by
         assert "another chat template" in checks[name].cause
     assert "another prompt" in cause_of(found, "greedy answers")
@@ -378,7 +379,7 @@ def expected_answer(tiny: Path, text: str, leads: float = 9.0) -> tuple[Expected
     """An answer that the reference gives to a question, as likely as `leads` nats everywhere."""
     tokenizer = load_tokenizer(tiny)
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
-    question = Question("one turn", [{"role": "user", "content": "?"}], None, {}, "?")
+    question = ServerQuestion("one turn", [{"role": "user", "content": "?"}], None, {}, "?")
     sizes = [1.0] * len(tokens)
     return Expected(question, [1], tokens, sizes, [leads] * len(tokens), False), tokenizer
 
@@ -403,7 +404,7 @@ def test_calls_that_a_tool_parser_took_out_are_not_compared(tiny: Path) -> None:
     expected, tokenizer = expected_answer(tiny, "<tool_call>")
     served = [Served(expected, chat_answer("", has_calls=True))]
 
-    assert check_answers(served, tokenizer, TOLERANCES["bf16"]).verdict is Verdict.NOT_CHECKED
+    assert check_answers(served, tokenizer, TOLERANCES["bf16"]).verdict is CheckVerdict.NOT_CHECKED
 
 
 @pytest.mark.parametrize(("lead", "verdict"), [(0.1, "same"), (0.3, "differs")])
@@ -436,7 +437,15 @@ def test_the_base_is_named_where_the_server_is_clearly_nearer_to_it(
 
 
 def test_every_kind_of_weights_has_its_tolerance() -> None:
-    assert set(WEIGHTS) == set(TOLERANCES)
+    parser = argparse.ArgumentParser()
+    add_to(parser.add_subparsers())
+    asked = ["certify", "a", "--endpoint", "http://localhost"]
+    taken = [
+        parser.parse_args([*asked, "--weights", weights]).weights
+        for weights in ("bf16", "fp8", "4bit")
+    ]
+    assert set(taken) == set(TOLERANCES)
+    assert parser.parse_args(asked).weights in TOLERANCES
 
 
 def test_the_page_has_the_tolerances_of_the_code() -> None:

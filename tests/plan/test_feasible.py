@@ -13,7 +13,7 @@ from pipeline_lib.config.schema import Cluster
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.plan.case import Case
-from pipeline_lib.plan.choose import Needs, best_way, choose, fits_somehow, leanest, no_way
+from pipeline_lib.plan.choose import WayNeeds, best_way, choose, fits_somehow, leanest, no_way
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.fitting import blocks_at_once, on, smallest_cluster, what_would_fit
 from pipeline_lib.plan.gpus import find_gpu
@@ -85,7 +85,7 @@ def test_the_leanest_way_is_the_leanest_of_all(gpu: str, per_node: int) -> None:
 def can_train(asked: Case, machine: Machine) -> bool:
     """By the whole search, on another machine."""
     blocks = max(64, machine.ranks)
-    return bool(Needs.of(replace(asked, machine=machine, batch_blocks=blocks)).fits.any())
+    return bool(WayNeeds.of(replace(asked, machine=machine, batch_blocks=blocks)).fits.any())
 
 
 def test_the_smallest_cluster_is_enough_and_a_smaller_one_is_not() -> None:

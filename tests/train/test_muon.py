@@ -22,7 +22,7 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.store import Store
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import predict
-from pipeline_lib.plan.moments import Model, Step
+from pipeline_lib.plan.moments import Model, StepMoments
 from pipeline_lib.plan.trained import checkpoint_bytes
 from pipeline_lib.plan.ways import Ways
 from pipeline_lib.train.dist import World, process_group
@@ -226,7 +226,7 @@ def update_bytes(
         geometry = read_geometry(arena.store.sealed(arena.model))
         settings, ranks = hand.strategy.train, Ranks(hand.world.size, hand.world.size)
         model = Model.of(geometry, settings)
-        step = Step(geometry, Ways.one(settings, geometry), model, ranks, 32, ONE, 0 * ONE)
+        step = StepMoments(geometry, Ways.one(settings, geometry), model, ranks, 32, ONE, 0 * ONE)
         return tracker.most_bytes, float(step.moments()[-1].sum[0])
 
 

@@ -15,7 +15,7 @@ from pipeline_lib.core.store import Store
 from pipeline_lib.core.text import redact
 from pipeline_lib.report.outcomes import LOGS
 from pipeline_lib.slurm.site import Site
-from pipeline_lib.workflow.invocation import Invocation, open_dag
+from pipeline_lib.workflow.invocation import Invocation, open_dag, rule_of
 from pipeline_lib.workflow.requests import Requests, SbatchOptions
 from pipeline_lib.workflow.shell import shell_prefix
 
@@ -184,7 +184,7 @@ def threads_of(kind):
 # outputs of all, those of other experiments too; and the job's comment has no digest, by which jobs of an earlier
 # snakemake are found.
 def stage_job(stage):
-    return job_of(f"{stage}_stage", STAGES[stage].job)
+    return job_of(rule_of(stage), STAGES[stage].job)
 
 
 def job_of(rule, kind):
