@@ -14,6 +14,7 @@ _KIB = 2**10
 MIB = 2**20
 GIB = 2**30
 HOUR_S = 3600
+_MEGA = 10**6
 _FOUR_DIGITS = 999.5  # from here on `.3g` gives 1e+03
 _LEAST_SHOWN = 0.0005  # in milliseconds or GPU hours; smaller values are shown as 0
 
@@ -46,6 +47,11 @@ def from_gibibytes(size: float) -> int:
 def from_teraflops(rate: float) -> float:
     """Convert a rate from TFLOP/s to FLOP/s."""
     return rate * TERA
+
+
+def per_million_tokens(price_per_hour: float, tokens_per_s: float) -> float:
+    """Convert the price of an hour to that of a million tokens, at so many tokens a second."""
+    return price_per_hour / HOUR_S / tokens_per_s * _MEGA
 
 
 def gib(size_bytes: float | None) -> str:

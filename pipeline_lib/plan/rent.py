@@ -15,7 +15,7 @@ from rich.table import Table
 from pipeline_lib.config.checks import cross_check
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError, PipelineError
-from pipeline_lib.core.units import HOUR_S, brief
+from pipeline_lib.core.units import HOUR_S, brief, per_million_tokens
 from pipeline_lib.plan.answer import Answer
 from pipeline_lib.plan.fitting import what_would_fit
 from pipeline_lib.plan.gpus import find_gpu, near_names
@@ -25,7 +25,6 @@ _WIDTH = 120
 _FORM = re.compile(
     r"(?P<gpu>[^:@]+):(?P<gpus>[1-9]\d*)(x(?P<nodes>[1-9]\d*))?(@(?P<price>\d+(\.\d+)?))?"
 )
-_MILLION = 1e6
 Plan = Callable[[Config], Answer]
 
 
@@ -135,8 +134,7 @@ def _row(config: Config, offer: Offer, plan: Plan) -> OfferRow:
     cost = found.content.summary.cost
     token_cost = None
     if offer.price is not None:
-        token_s = way.tokens_per_s_per_rank.value
-        token_cost = offer.price / HOUR_S * _MILLION / token_s
+        token_cost = per_million_tokens(offer.price, way.tokens_per_s_per_rank.value)
     return OfferRow(
         offer,
         True,

@@ -467,7 +467,7 @@ def test_the_digests_of_a_config_never_change() -> None:
         "data.0": "dceee265e3fe3e37",
         "tokenize": "5163851f986d89e0",
         "shard": "d7abeb47a98ddeb9",
-        "plan": "5d711938e4b2a7d2",
+        "plan": "71ccc0ff8397e23a",
         "train": "818e22097ac316e5",
         "merge": "a9a7eca60a373306",
         "baseline": "3d1b995ec9fa171d",

@@ -2,7 +2,6 @@
 
 import math
 import re
-import time
 from dataclasses import replace
 from itertools import product
 
@@ -138,13 +137,10 @@ def test_the_fastest_way_that_lacks_little_is_told_with_what_it_lacks() -> None:
     ("model", "nodes", "block_tokens", "blocks"),
     [("Qwen3-0.6B", 15, 512, 28_800), ("Qwen3-235B-A22B", 64, 4096, 4096)],
 )
-def test_a_plan_of_many_nodes_takes_seconds(
-    model: str, nodes: int, block_tokens: int, blocks: int
+def test_a_plan_of_many_nodes_asks_for_few_tables(
+    model: str, nodes: int, block_tokens: int, blocks: int, tables: list[int]
 ) -> None:
-    """Hundreds of thousands of ways, and the questions of the advice, which ask for them again.
-
-    The choice alone takes less than a second.
-    """
+    """Hundreds of thousands of ways, and the questions of the advice, which ask for them again."""
     cluster = Cluster(nodes=nodes, gpus_per_node=8, gpu="h200", internode_gbit_s=400)
     question = Question(
         experiment="large",
@@ -158,10 +154,9 @@ def test_a_plan_of_many_nodes_takes_seconds(
         measured=None,
         has_deepspeed=True,
     )
-    begun_s = time.process_time()
     found = answer(question)
-    assert time.process_time() - begun_s < 6
     assert found.refusal is None
+    assert sum(tables) < 1_200_000
 
 
 @pytest.mark.slow

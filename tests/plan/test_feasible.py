@@ -1,7 +1,6 @@
 """The quick answer on whether a run fits is the full search's; the cluster it names is smallest."""
 
 import re
-import time
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -170,19 +169,19 @@ def test_of_all_clusters_from_now_on_that_share_the_batch_the_one_with_the_fewes
     )
 
 
-def test_that_no_number_of_replicas_would_do_is_found_while_people_wait() -> None:
+def test_that_no_number_of_replicas_would_do_is_found_while_people_wait(tables: list[int]) -> None:
     asked = wanted("qwen3-32b", "rtx 3090", 1, 64, ("shard_ranks",), shard_ranks=8)
-    start_s = time.process_time()
     assert smallest_cluster(asked) is None
-    assert time.process_time() - start_s < 0.5
+    assert sum(tables) < 500
 
 
 @pytest.mark.parametrize("freeze", [(), ("model.embed_tokens.*",)])
-def test_the_smallest_cluster_is_found_while_people_wait(freeze: tuple[str, ...]) -> None:
+def test_the_smallest_cluster_is_found_while_people_wait(
+    freeze: tuple[str, ...], tables: list[int]
+) -> None:
     asked = wanted("qwen3-235b-a22b", "a100 40gb", 8, memory_gb=3000, freeze=freeze)
-    start_s = time.process_time()
     assert (smallest_cluster(asked) or "").startswith("cluster.nodes 2 ")
-    assert time.process_time() - start_s < 0.5
+    assert sum(tables) < 10_000
 
 
 def test_who_says_how_many_ranks_shard_gets_replicas_only() -> None:
@@ -346,7 +345,7 @@ NODES_TO_A_BLOCK: dict[str, tuple[str, str, int, int]] = {
     ("name", "gpu", "tokens", "nodes"), NODES_TO_A_BLOCK.values(), ids=NODES_TO_A_BLOCK
 )
 def test_the_fewest_nodes_that_share_a_block_are_named(
-    name: str, gpu: str, tokens: int, nodes: int
+    name: str, gpu: str, tokens: int, nodes: int, tables: list[int]
 ) -> None:
     """With more nodes, only some numbers of them share blocks equally; the batch stays."""
     given: dict[str, Any] = {"method": "lora", "batch_blocks": 8, "offload_activations": False}
@@ -358,9 +357,9 @@ def test_the_fewest_nodes_that_share_a_block_are_named(
     ]
     assert fitting[0] == nodes
     assert nodes + 1 not in fitting
-    start_s = time.process_time()
+    tables.clear()
     said = smallest_cluster(asked) or ""
-    assert time.process_time() - start_s < 0.5
+    assert sum(tables) < 5_000
     assert said.startswith(f"cluster.nodes {nodes} with cluster.gpus_per_node 8 of ")
     assert f", {8 * nodes} ranks to a block" in said
     held = replace(

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -449,14 +448,10 @@ def test_keys_that_leave_no_way_to_train_are_refused(store: Store) -> None:
     )
 
 
-def test_it_costs_next_to_nothing(store: Store) -> None:
+def test_it_costs_next_to_nothing(store: Store, tables: list[int]) -> None:
     """Every call of snakemake waits for it."""
-    took = []
-    for _ in range(5):
-        start_s = time.process_time()
-        assert problems(config_of(), store) == []
-        took.append(time.process_time() - start_s)
-    assert min(took) < 0.1
+    assert problems(config_of(), store) == []
+    assert sum(tables) < 500
 
 
 def test_a_model_that_is_stretched_already_is_refused_with_what_to_do(
