@@ -191,8 +191,7 @@ def _cluster(config: Config) -> Iterator[Problem]:
             "between nodes; set what `qwen3 doctor --hosts A,B CONFIG`, in SLURM `qwen3 doctor "
             "--profile slurm CONFIG` or iperf3 measures, in Gbit/s",
         )
-    is_unknown = cluster.gpu is None and cluster.measured is None
-    if config.train.strategy == AUTO and cluster.gpus_per_node and is_unknown:
+    if config.train.strategy == AUTO and cluster.gpus_per_node and not cluster.has_known_gpus:
         text = "missing, but train.strategy: auto needs to know the GPU's memory and speed"
         how = "name the GPU as `h200` or `a100 80gb`, or set cluster.measured"
         yield ("cluster", "gpu"), f"{text}; {how}"
@@ -341,7 +340,7 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
             ("train", "shard_ranks"),
             f"works only with train.strategy: hsdp, but that is {strategy}; remove it",
         )
-    yield from _left_to_auto(train)
+    yield from wanting_a_strategy(train)
     if train.ranks_per_block > 1:
         yield from _context(train, cluster)
     yield from _units(train)
@@ -422,7 +421,7 @@ def _activations(train: Train, cluster: Cluster) -> Iterator[Problem]:
         yield key, f"{text}; {_use_one_with('offload_activations')}"
 
 
-def _left_to_auto(train: Train) -> Iterator[Problem]:
+def wanting_a_strategy(train: Train) -> Iterator[Problem]:
     """Yield a problem for each key that few strategies have: `auto` does not choose among them."""
     for key in ("unit_layers", "deepspeed_json", "local_sgd_steps"):
         if train.strategy == AUTO and getattr(train, key) != getattr(_DEFAULT, key):

@@ -10,13 +10,14 @@ from pydantic import ValidationError
 
 from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.axes import HALVING, line_of
-from pipeline_lib.config.checks import cross_check
+from pipeline_lib.config.checks import cross_check, wanting_a_strategy
 from pipeline_lib.config.findings import refusals
 from pipeline_lib.config.halving import Halving, halving_problems
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.schema_problems import key_in_file, schema_problems, with_place
 from pipeline_lib.config.strict_yaml import Keys, YamlDocument, as_written, dotted, undotted
 from pipeline_lib.config.sweep import Variant, collapsed, name_by, put, read_sweep
+from pipeline_lib.config.train import AUTO
 from pipeline_lib.core.errors import ConfigError
 
 # finds further problems of a config; each begins with its key
@@ -104,7 +105,18 @@ def load_sweep(
 
 def _validated(value: Any) -> Config:
     """Return the config `value` of a file, whose keys go by their names in files alone."""
-    return Config.model_validate_json(json.dumps(value), by_alias=True, by_name=False)
+    config = Config.model_validate_json(json.dumps(value), by_alias=True, by_name=False)
+    return _with_strategy(config)
+
+
+def _with_strategy(config: Config) -> Config:
+    """Leave the strategy to the plan if the file names none and the plan knows the GPUs."""
+    if "strategy" in config.train.model_fields_set or not config.cluster.has_known_gpus:
+        return config
+    train = config.train.model_copy(update={"strategy": AUTO})
+    if any(wanting_a_strategy(train)):
+        return config
+    return config.model_copy(update={"train": train})
 
 
 def problems_of(value: Mapping[str, Any], places: Mapping[Keys, str]) -> list[str]:

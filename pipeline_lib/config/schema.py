@@ -535,6 +535,12 @@ class Cluster(Section):
         return self.nodes * self.ranks_per_node
 
     @property
+    def has_known_gpus(self) -> bool:
+        """Whether there are GPUs whose memory and speed the plan knows."""
+        is_known = self.gpu is not None or self.measured is not None
+        return self.gpus_per_node > 0 and is_known
+
+    @property
     def device(self) -> str:
         """`cuda` or `cpu`."""
         return "cuda" if self.gpus_per_node else "cpu"

@@ -132,10 +132,12 @@ class Train(Section):
 
     strategy: Literal["auto", StrategyName] = Field(
         "ddp",
-        description="`ddp` replicates the model, `fsdp` shards it (FSDP2), `hsdp` shards it within "
-        "groups of ranks and replicates the groups, `zero1` to `zero3` use DeepSpeed; with "
-        "`auto` the plan chooses the fastest that fits in memory, and also `shard_ranks`, "
-        "`micro_batch_blocks` and `offload` unless they are set",
+        description="with `auto` the plan chooses the fastest that fits in memory, and also "
+        "`shard_ranks`, `micro_batch_blocks` and `offload` unless they are set; `ddp` replicates "
+        "the model, `fsdp` shards it (FSDP2), `hsdp` shards it within groups of ranks and "
+        "replicates the groups, `zero1` to `zero3` use DeepSpeed. Left out, it is `auto` where "
+        "the plan knows the GPU (`cluster.gpu` or `cluster.measured`) and no other key wants a "
+        "named strategy, else `ddp`",
     )
     shard_ranks: Positive | None = Field(
         None,

@@ -14,6 +14,7 @@ def warnings_of(config: Config) -> Iterator[Finding]:
     """Yield the warnings about unusual values, and those about keys without effect."""
     yield from _unusual(config)
     yield from _idle(config)
+    yield from _left_open(config)
 
 
 def _idle(config: Config) -> Iterator[Finding]:
@@ -74,6 +75,19 @@ def _idle(config: Config) -> Iterator[Finding]:
     for key, is_idle, why in table:
         if is_idle:
             yield Finding("warning", key, why)
+
+
+def _left_open(config: Config) -> Iterator[Finding]:
+    """Yield a warning if neither the file nor the plan chooses how GPUs share the work."""
+    given = config.train.model_fields_set
+    is_open = "strategy" not in given and "micro_batch_blocks" not in given
+    if is_open and config.cluster.device == "cuda" and not config.cluster.has_known_gpus:
+        yield Finding(
+            "warning",
+            "cluster.gpu",
+            "missing, so the plan cannot choose the strategy: it is ddp, one block at a time, which "
+            "may be many times slower; name the GPU as `h200` or `a100 80gb`",
+        )
 
 
 def _unusual(config: Config) -> Iterator[Finding]:

@@ -758,3 +758,23 @@ def test_a_number_is_a_name_as_it_is_written(tmp_path: Path) -> None:
 def test_the_examples_of_the_tests_are_valid(tmp_path: Path) -> None:
     for example in (TINY, LOCAL, HUB):
         assert load_config(written(tmp_path, json.dumps(example)))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "train", "strategy"),
+    [
+        ("{cpu_ranks: 2}", "{}", "ddp"),
+        ("{gpus_per_node: 2}", "{}", "ddp"),
+        ("{gpus_per_node: 2, gpu: h200}", "{}", "auto"),
+        ("{gpus_per_node: 2, gpu: h200}", "{micro_batch_blocks: 4}", "auto"),
+        ("{gpus_per_node: 2, gpu: h200}", "{strategy: ddp}", "ddp"),
+        ("{gpus_per_node: 2, gpu: h200}", "{local_sgd_steps: 4}", "ddp"),
+    ],
+)
+def test_a_strategy_that_is_left_out_is_the_plans_where_it_knows_the_gpus(
+    tmp_path: Path, cluster: str, train: str, strategy: str
+) -> None:
+    """`local_sgd_steps` wants a strategy by name, and had the default."""
+    path = tmp_path / "own.yaml"
+    path.write_text(f"{VALID}cluster: {cluster}\ntrain: {train}\n", encoding="utf-8")
+    assert load_config(path).train.strategy == strategy

@@ -53,7 +53,7 @@ def test_what_nobody_trains_with_is_warned_of(tmp_path: Path, text: str, said: l
             "train: {attention: flash, deterministic: true}",
             ["train.attention", "train.deterministic"],
         ),
-        ("cluster: {gpus_per_node: 2, cpu_ranks: 2}", ["cluster.cpu_ranks"]),
+        ("cluster: {gpus_per_node: 2, gpu: h200, cpu_ranks: 2}", ["cluster.cpu_ranks"]),
         (
             "train: {gradient_compression: bf16}\ncluster: {cpu_ranks: 1}",
             ["train.gradient_compression"],
