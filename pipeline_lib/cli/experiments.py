@@ -16,7 +16,13 @@ from pipeline_lib.config.compile import Experiment, open_experiment, open_experi
 from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag
 from pipeline_lib.config.load import load_configs
 from pipeline_lib.config.schema import Config
-from pipeline_lib.core.errors import ConfigError, HubOutOfReach, IntegrityError
+from pipeline_lib.core.errors import (
+    ConfigError,
+    HubOutOfReach,
+    IntegrityError,
+    NotToShip,
+    TooFewQuestions,
+)
 from pipeline_lib.core.git import how_to_commit
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
@@ -34,6 +40,7 @@ def add_to(commands: Any) -> None:
     _add_status(commands)
     _add_rewind(commands)
     _add_summary(commands)
+    _add_verdict(commands)
     _add_compare(commands)
     _add_record(commands)
     _add_publish(commands)
@@ -154,6 +161,20 @@ def _add_summary(commands: Any) -> None:
         "--experiment", metavar="NAME", help="name of the experiment in the sweep of a config file"
     )
     sub.set_defaults(command=summary)
+
+
+def _add_verdict(commands: Any) -> None:
+    text = "say whether a tuned model may ship, by its benchmarks and the section `ship`"
+    codes = (
+        f"exit code: 0 if it may, {NotToShip.exit_code} if not, {TooFewQuestions.exit_code} if "
+        "there are too few questions to tell"
+    )
+    sub = commands.add_parser("verdict", help=text, description=text, epilog=codes)
+    which = f"{EXPERIMENT}; default: {DEFAULT_CONFIG}"
+    sub.add_argument(
+        "experiments", nargs="?", default=DEFAULT_CONFIG, metavar="EXPERIMENT", help=which
+    )
+    sub.set_defaults(command=verdict)
 
 
 def _add_compare(commands: Any) -> None:
@@ -395,6 +416,35 @@ def plan(arguments: argparse.Namespace) -> None:
             lambda configs: findings_of(configs, store, this_machine),
             say,
         )
+
+
+def verdict(arguments: argparse.Namespace) -> None:
+    """Show each rule of `ship` with what it came to; end with the code of the verdict.
+
+    Raise NotToShip or TooFewQuestions unless the model may ship, and ConfigError without rules.
+    """
+    from pipeline_lib.report.outcomes import ship_verdict_of
+    from pipeline_lib.report.ship import Decision
+    from pipeline_lib.status.selection import Selector, notes_on
+
+    selector = Selector(Store.from_env(os.environ), wants_finished=True)
+    chosen = selector.chosen([str(arguments.experiments)])
+    for note in notes_on(chosen):
+        tell(note)
+    if len(chosen) > 1:
+        raise ConfigError(str(arguments.experiments), ["is a sweep; name one experiment of it"])
+    dag, experiment = selector.opened(chosen[0])
+    found = ship_verdict_of(experiment, dag.store)
+    if found is None:
+        problem = "has no rule under `ship`; docs/benchmarks.md says how to write one"
+        raise ConfigError(f"experiment {experiment.name!r}", [problem])
+    for rule in found.rules:
+        say(f"{rule.key}: {rule.text}: {rule.decision}")
+    if found.decision == Decision.STAY:
+        raise NotToShip(found.text)
+    if found.decision == Decision.UNKNOWN:
+        raise TooFewQuestions(found.text)
+    say(found.text)
 
 
 def summary(arguments: argparse.Namespace) -> None:

@@ -22,7 +22,8 @@ IGNORED_BY_GIT = """\
 """
 _WHAT = "make a project folder: a config to begin with, and what git and DVC need"
 _DATA = Path("config/demo.jsonl")
-_COPIED = (DEFAULT_CONFIG, _DATA, Path("dvc.yaml"), Path(".dvcignore"))
+_QUESTIONS = Path("config/demo-questions.jsonl")
+_COPIED = (DEFAULT_CONFIG, _DATA, _QUESTIONS, Path("dvc.yaml"), Path(".dvcignore"))
 
 
 def add_to(commands: Any) -> None:

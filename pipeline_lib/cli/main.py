@@ -53,6 +53,7 @@ during it
 
 after it
   summary    the results of an experiment, or a line for each of several
+  verdict    whether a tuned model may ship, by its benchmarks
   compare    which experiment is best, whether its lead is noise, and what differs
   chat       talk to a tuned model
   certify    ask a running server whether it serves the tuned model

@@ -19,6 +19,7 @@ from pipeline_lib.config.strategies import STRATEGIES, with_key
 from pipeline_lib.config.strict_yaml import Keys
 from pipeline_lib.config.train import AUTO, RENAMED, Lora, Train
 from pipeline_lib.core import units
+from pipeline_lib.core.text import did_you_mean
 
 Problem = tuple[Keys, str]  # the key to change, and what is wrong, with the values it may have
 
@@ -42,6 +43,7 @@ def cross_check(config: Config) -> list[Problem]:
     problems += _cluster(config)
     problems += _merge(config)
     problems += _ineffective(config)
+    problems += _ship(config)
     return problems + train_problems(config.train, config.cluster)
 
 
@@ -55,6 +57,28 @@ def train_problems(train: Train, cluster: Cluster) -> list[Problem]:
     problems += _schedule(train)
     problems += _validation(train)
     return problems
+
+
+def _ship(config: Config) -> Iterator[Problem]:
+    """Yield the benchmarks that have one name, and those that `ship` names and nobody asks."""
+    names = [benchmark.name for benchmark in config.evaluate.benchmarks]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            text = f"{name!r} is the name of two benchmarks; give one of them another"
+            yield ("evaluate", "benchmarks", number, "name"), text
+    ship = config.ship
+    for section, given in (("gain", ship.gain), ("keep", ship.keep)):
+        for name in given:
+            if name not in names:
+                known = ", ".join(names) or "none"
+                text = f"no benchmark of that name in evaluate.benchmarks, which has {known}"
+                yield ("ship", section, name), f"{text}{did_you_mean(name, names)}"
+    for name in ship.gain.keys() & ship.keep.keys():
+        text = "has a rule of ship.gain too, and one benchmark has one rule; remove one of them"
+        yield ("ship", "keep", name), text
+    if not names and (ship.loops is not None or ship.unended is not None):
+        key = "loops" if ship.loops is not None else "unended"
+        yield ("ship", key), "counts answers to evaluate.benchmarks, of which there are none"
 
 
 def _data(config: Config) -> Iterator[Problem]:

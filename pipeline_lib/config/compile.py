@@ -12,7 +12,7 @@ from pipeline_lib.config.load import NONE_OVERRIDDEN, Overrides, load_sweep
 from pipeline_lib.config.rope import ROPE
 from pipeline_lib.config.schema import Cluster, Config, HubRepository
 from pipeline_lib.config.section import read_settings
-from pipeline_lib.config.stages import STAGES, Stage, kind_of, stage_of
+from pipeline_lib.config.stages import BASE_BENCHMARK, STAGES, Stage, kind_of, stage_of
 from pipeline_lib.config.strict_yaml import YamlDocument
 from pipeline_lib.config.sweep import collapsed
 from pipeline_lib.config.train import DEALING, PLACEMENT_KEYS, Train, read_train
@@ -68,6 +68,10 @@ def _parts_of(kind: str, config: Config, content: Content) -> list[str]:
     """Return the parts of `kind` that the experiment has."""
     if kind == "data":
         return [f"data.{index}" for index in range(len(config.data.sources))]
+    if kind == "questions":
+        return [f"questions.{number}" for number in range(len(config.evaluate.benchmarks))]
+    if kind in ("benchmark", BASE_BENCHMARK) and not config.evaluate.benchmarks:
+        return []
     if kind == "generation" and not content.generation:
         return []
     return [kind]

@@ -18,7 +18,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipeline_lib.config.benchmarks import Benchmark
 from pipeline_lib.config.deepspeed_json import content_of
+from pipeline_lib.config.questions import QUESTIONS_NAME, read_questions
 from pipeline_lib.config.schema import (
     Config,
     FileData,
@@ -165,7 +167,7 @@ class Content:
     repository has no hashes: its commit identifies its content. `measured` is the content of the
     cluster.json that the config names, and `deepspeed_json` that of its DeepSpeed config, as JSON.
     `generation` has the hash of a local model's generation_config.json, which does not affect
-    training.
+    training. `questions` has those of each benchmark's file.
     """
 
     model: dict[str, str]
@@ -173,6 +175,7 @@ class Content:
     measured: dict[str, Any] | None = None
     deepspeed_json: str | None = None
     generation: dict[str, str] = field(default_factory=dict)
+    questions: tuple[dict[str, str], ...] = ()
 
 
 def read_content(config: Config, config_path: Path, cache: HashCache | None) -> Content:
@@ -205,6 +208,10 @@ def read_content(config: Config, config_path: Path, cache: HashCache | None) -> 
             problems += [
                 f"train.deepspeed_json: {error.source}: {problem}" for problem in error.problems
             ]
+    questions = tuple(
+        _question_content(benchmark, f"evaluate.benchmarks[{number}].path", cache, problems)
+        for number, benchmark in enumerate(config.evaluate.benchmarks)
+    )
     if problems:
         raise ConfigError(str(config_path), problems)
     if cache is not None:
@@ -212,7 +219,7 @@ def read_content(config: Config, config_path: Path, cache: HashCache | None) -> 
     generation = {}
     if isinstance(config.model, LocalModel) and GENERATION_NAME in model:
         generation[GENERATION_NAME] = model.pop(GENERATION_NAME)
-    return Content(model, tuple(data), measured, deepspeed_json, generation)
+    return Content(model, tuple(data), measured, deepspeed_json, generation, questions)
 
 
 @contextmanager
@@ -524,6 +531,22 @@ def _file_content(
     for name in sorted({name for name in names if names.count(name) > 1}):
         problems.append(f"{key}: {source.path!r} matches several files called {name!r}; rename one")
     return _hashes({file.name: file for file in files}, cache)
+
+
+def _question_content(
+    benchmark: Benchmark, key: str, cache: HashCache | None, problems: list[str]
+) -> dict[str, str]:
+    """Return the hash of a benchmark's file, whose questions have to be such of its `score`."""
+    path = Path(benchmark.path)
+    if not path.is_file():
+        problems.append(f"{key}: {str(path)!r} is no file here ({Path.cwd()}){_hint(str(path))}")
+        return {}
+    try:
+        read_questions(path, benchmark.score, benchmark.max_questions)
+    except DataError as error:
+        problems.append(f"{key}: {error}")
+        return {}
+    return _hashes({QUESTIONS_NAME: path}, cache)
 
 
 def _hashes(files: Mapping[str, Path], cache: HashCache | None) -> dict[str, str]:

@@ -23,6 +23,8 @@ class Result(StrEnum):
 # Stages whose digests change together, because each reads the result of the one before it.
 EVALUATE = onwards("evaluate")
 MERGE = onwards("merge")
+BENCHMARK = onwards("benchmark")
+REPORT = onwards("report")
 PLAN = onwards("plan")
 TRAIN = PLAN + onwards("train")
 SHARD = onwards("shard")
@@ -116,4 +118,6 @@ EFFECTS: dict[str, Effect] = {
     **_of("tracking.", "to project", PLAN, Result.NO),
     **_of("merge.", "dtype base", MERGE, Result.YES),
     **_of("evaluate.", "prompts generations max_new_tokens", EVALUATE, Result.YES),
+    "evaluate.benchmarks": Effect(DOWNLOAD[:1] + BENCHMARK, Result.YES),
+    **_of("ship.", "gain keep loops unended", REPORT, Result.NO),
 }

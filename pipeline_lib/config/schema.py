@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from pipeline_lib.config.benchmarks import NO_RULES, Benchmark, Ship
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.section import Fraction, LocalPath, Positive, Section, Seed, Tokens
 from pipeline_lib.config.train import Train
@@ -587,6 +588,11 @@ class Evaluate(Section):
         6, description="number of held-out prompts to answer"
     )
     max_new_tokens: Tokens = Field(96, description="maximum length of an answer in tokens")
+    benchmarks: tuple[Benchmark, ...] = Field(
+        (),
+        description="list of files with questions whose answers are known: what the tuned model "
+        "answers right, beside the base model (docs/benchmarks.md)",
+    )
 
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=-]{0,127}$"
@@ -607,6 +613,7 @@ class Config(Section):
     tracking: Tracking = Tracking()
     merge: Merge = Merge()
     evaluate: Evaluate = Evaluate()
+    ship: Ship = NO_RULES
 
     @property
     def asked(self) -> Evaluate:

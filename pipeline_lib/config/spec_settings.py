@@ -26,18 +26,22 @@ UNHASHED_KEYS = frozenset({"max_dropped_fraction", "max_quarantined_fraction", "
 
 
 def download_settings(config: Config, content: Content, part: str) -> dict[str, Any]:
-    """Return what `part` downloads: `model`, `generation`, `data.0` and so on."""
+    """Return what `part` downloads: `model`, `generation`, `data.0`, `questions.0` and so on."""
     kind, _, number = part.partition(".")
     hashes = content.model
     if kind == "generation":
         hashes = content.generation
     elif kind == "data":
         hashes = content.data[int(number)]
+    elif kind == "questions":
+        return {"kind": kind, "source": "file", "content": content.questions[int(number)]}
     return {"kind": kind} | _keyed_source(_source_of(config, part), hashes)
 
 
 def _source_of(config: Config, part: str) -> Any:
     kind, _, number = part.partition(".")
+    if kind == "questions":
+        return config.evaluate.benchmarks[int(number)]
     return config.data.sources[int(number)] if kind == "data" else config.model
 
 
@@ -118,11 +122,36 @@ def evaluate_settings(config: Config, content: Content, part: str) -> dict[str, 
     These begin the conversations that have none of their own. The variables of the chat template
     belong to all.
     """
-    settings = settings_with_rope(settings_of(config.evaluate), config.model.rope)
-    asked_with = ("system", "tools", "chat_template_kwargs")
-    tokenize = settings_of(config.tokenize)
-    context = {key: value for key, value in tokenize.items() if key in asked_with}
+    own = settings_of(config.evaluate, exclude=frozenset({"benchmarks"}))
+    settings = settings_with_rope(own, config.model.rope)
+    context = _asked_with(config)
     return {**settings, "context": context} if config.evaluate.prompts and context else settings
+
+
+def _asked_with(config: Config) -> dict[str, Any]:
+    """Return what of `tokenize` belongs to every conversation, also to one that asks a question."""
+    keys = ("system", "tools", "chat_template_kwargs")
+    tokenize = settings_of(config.tokenize)
+    return {key: value for key, value in tokenize.items() if key in keys}
+
+
+def benchmark_settings(config: Config, content: Content, part: str) -> dict[str, Any]:
+    """Return the benchmarks without their paths, and what begins their conversations."""
+    benchmarks = []
+    for benchmark in config.evaluate.benchmarks:
+        benchmarks.append(settings_of(benchmark, exclude=WHERE_KEYS))
+    settings: dict[str, Any] = {"benchmarks": benchmarks}
+    if context := _asked_with(config):
+        settings["context"] = context
+    return settings_with_rope(settings, config.model.rope)
+
+
+def report_settings(config: Config, content: Content, part: str) -> dict[str, Any]:
+    """Return the experiment's name and, if there are any, the rules by which it may ship."""
+    settings: dict[str, Any] = {"experiment": config.experiment}
+    if ship := settings_of(config.ship):
+        settings["ship"] = ship
+    return settings
 
 
 def unhashed_in(section: Section) -> dict[str, Any]:

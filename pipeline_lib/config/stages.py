@@ -14,10 +14,12 @@ from pipeline_lib.config.content import Content
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.spec_settings import (
+    benchmark_settings,
     download_settings,
     download_where,
     evaluate_settings,
     plan_settings,
+    report_settings,
     shard_settings,
     tokenize_settings,
     unhashed_in,
@@ -39,6 +41,8 @@ OPENS_WEIGHTS: frozenset[JobKind | None] = frozenset({"load", "merge", "evaluate
 
 # The part that is the evaluation of the base model, an instance of the stage `evaluate`.
 BASELINE = "baseline"
+# The part that is the base model's scores, an instance of the stage `benchmark`.
+BASE_BENCHMARK = "base_benchmark"
 
 
 @dataclass(frozen=True)
@@ -99,9 +103,21 @@ def _evaluate_title(config: Config, parts: Sequence[str]) -> str:
     return "base against tuned on held-out answers" if has_held_out else "answers of base and tuned"
 
 
+def _benchmark_title(config: Config, parts: Sequence[str]) -> str:
+    model = "base model" if BASE_BENCHMARK in parts else "tuned model"
+    return f"{model} on {', '.join(one.name for one in config.evaluate.benchmarks)}"
+
+
 def is_of_base(spec: Spec) -> bool:
-    """Return whether `spec` is the evaluation of a base model by itself."""
-    return spec.stage == "evaluate" and "merge" not in spec.inputs
+    """Return whether `spec` is an evaluation of a base model by itself."""
+    return spec.stage in ("evaluate", "benchmark") and "merge" not in spec.inputs
+
+
+def shown_stage(spec: Spec) -> str:
+    """Return the name of the stage of `spec`, or of the part if it is of a base model alone."""
+    if not is_of_base(spec):
+        return spec.stage
+    return BASELINE if spec.stage == "evaluate" else BASE_BENCHMARK
 
 
 _ROWS = (
@@ -111,7 +127,7 @@ _ROWS = (
         module="pipeline_lib.data.download",
         # The generation settings, of a local model only, are published with the result, without
         # effect on the training.
-        parts={"model": (), "generation": (), "data": ()},
+        parts={"model": (), "generation": (), "data": (), "questions": ()},
         title=lambda config, parts: ", ".join(parts),
         settings=download_settings,
         unhashed=download_where,
@@ -177,14 +193,29 @@ _ROWS = (
         job="evaluate",
     ),
     Stage(
+        name="benchmark",
+        version=1,
+        module="pipeline_lib.evaluate.benchmark",
+        parts={
+            BASE_BENCHMARK: ("model", "generation", "questions"),
+            "benchmark": ("model", "generation", "questions", "merge", BASE_BENCHMARK),
+        },
+        title=_benchmark_title,
+        settings=benchmark_settings,
+        job="evaluate",
+    ),
+    Stage(
         name="report",
         version=2,
         module="pipeline_lib.report.stage",
         parts={
-            "report": ("model", "data", "tokenize", "shard", "train", "merge", BASELINE, "evaluate")
+            "report": (
+                *("model", "data", "tokenize", "shard", "train", "merge", BASELINE, "evaluate"),
+                *(BASE_BENCHMARK, "benchmark"),
+            )
         },
         title=lambda *_: "one page with everything",
-        settings=lambda config, content, part: {"experiment": config.experiment},
+        settings=report_settings,
         job="read",
         product=Product("report.html", "report.html"),
     ),

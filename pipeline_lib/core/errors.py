@@ -75,6 +75,18 @@ class ServedDiffers(PipelineError):
     exit_code = 76
 
 
+class NotToShip(PipelineError):
+    """The benchmarks say that the tuned model is not what the section `ship` wants it to be."""
+
+    exit_code = 77
+
+
+class TooFewQuestions(PipelineError):
+    """The benchmarks have too few questions to tell whether the tuned model may ship."""
+
+    exit_code = 79
+
+
 class TrainingError(PipelineError):
     """The numbers went wrong: a loss is not finite, or a merged model differs from training."""
 

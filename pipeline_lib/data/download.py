@@ -27,6 +27,7 @@ from pipeline_lib.config.content import (
     name_in,
     tokenizer_files,
 )
+from pipeline_lib.config.questions import QUESTIONS_NAME
 from pipeline_lib.config.schema import HubData, HubModel, PydocData, TinyModel
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.core import arrival
@@ -59,7 +60,7 @@ def run(job: Job) -> dict[str, Any]:
     kind = job.spec.settings["kind"]
     source = job.spec.settings["source"]
     SOURCES[kind, source](job)
-    if kind != "data" and source != "tiny":
+    if kind in ("model", "generation") and source != "tiny":
         origin = job.spec.where.get("path", f"{source} model {job.spec.settings.get('name')}")
         _check_generation(job, origin)
         if kind == "model":
@@ -119,6 +120,11 @@ def local_files(job: Job) -> None:
     # sealed content.
     files = data_files(job.spec.where["path"], job.spec.where.get("split"))
     _take({file.name: file for file in files}, job)
+
+
+def local_questions(job: Job) -> None:
+    """Copy a benchmark's file of questions on this machine."""
+    _take({QUESTIONS_NAME: Path(job.spec.where["path"])}, job)
 
 
 def pydoc_rows(job: Job) -> None:
@@ -199,6 +205,7 @@ SOURCES: Mapping[tuple[str, str], Source] = {
     ("data", "pydoc"): pydoc_rows,
     ("data", "huggingface"): hub_data,
     ("data", "modelscope"): hub_data,
+    ("questions", "file"): local_questions,
 }
 
 

@@ -18,6 +18,7 @@ from pipeline_lib.core.errors import DataError, TrainingError
 from pipeline_lib.core.memory import host_free_bytes
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Manifest
+from pipeline_lib.core.text import Progress
 from pipeline_lib.core.units import count
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.chat_template import has_template
@@ -207,9 +208,24 @@ def answers_to(
 ) -> list[str]:
     """Return the texts that the model, of `geometry`, generates greedily after each of `prompts`.
 
-    Prompts are asked in batches of similar lengths, or one by one if the model's generation config
-    has a key whose effect may depend on the batch. Raises DataError if the generation config cannot
-    be used.
+    Raises as `tokens_of_answers`.
+    """
+    found = tokens_of_answers(model, prompts, max_new_tokens, geometry)
+    return [str(tokenizer.decode(tokens, skip_special_tokens=True)).strip() for tokens in found]
+
+
+def tokens_of_answers(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    geometry: Geometry,
+    progress: Progress | None = None,
+) -> list[list[int]]:
+    """Return the tokens that the model generates greedily after each of `prompts`.
+
+    A token that ends an answer is its last. Prompts are asked in batches of similar lengths, or one
+    by one if the model's generation config has a key whose effect may depend on the batch. Raises
+    DataError if the generation config cannot be used.
     """
     config: Any = model.generation_config
     room_bytes = ANSWERING_BYTES
@@ -223,7 +239,7 @@ def answers_to(
     if not effective <= _BATCHED_KEYS:
         room_bytes = 0
     waiting = sorted(range(len(prompts)), key=lambda number: len(prompts[number]), reverse=True)
-    texts = [""] * len(prompts)
+    found: list[list[int]] = [[] for _ in prompts]
     while waiting:
         longest = len(prompts[waiting[0]])
         at_once = answers_at_once(
@@ -233,8 +249,11 @@ def answers_to(
         waiting = waiting[at_once:]
         answers = generate(model, [prompts[number] for number in batch], max_new_tokens, **GREEDY)
         for number, tokens in zip(batch, answers, strict=True):
-            texts[number] = str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
-    return texts
+            found[number] = tokens
+        if progress is not None:
+            done = len(prompts) - len(waiting)
+            progress.update(done, done / len(prompts))
+    return found
 
 
 def device_of(model: PreTrainedModel) -> torch.device:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
+from pipeline_lib.config.benchmarks import NO_RULES, Ship
 from pipeline_lib.config.stages import place_of
 from pipeline_lib.core.rank_use import PEAK_MEMORY, UTILIZATION, RankUse
 from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
@@ -14,6 +15,7 @@ from pipeline_lib.core.stage import Sealed
 from pipeline_lib.core.store import Manifest
 from pipeline_lib.data.how_to_call import Mode, modes_in
 from pipeline_lib.lineage.record import LineageLink, chain, settings_in
+from pipeline_lib.records.benchmark import BENCHMARK_NAME, Benchmarks
 from pipeline_lib.records.data import (
     INDEX_NAME,
     LEDGER_NAME,
@@ -37,6 +39,7 @@ from pipeline_lib.records.record import read_record, read_records
 from pipeline_lib.records.training import Step, Training, read_training, speed, training_time_s
 from pipeline_lib.report.cost import Spent, spent
 from pipeline_lib.report.plan_check import Compared, comparison, median, steps_here
+from pipeline_lib.report.ship import ShipVerdict, ship_verdict
 from pipeline_lib.report.statistics import LossGain, differences
 from pipeline_lib.report.wall_time import Span, wall_time
 
@@ -59,6 +62,7 @@ class Results:
     evaluation: Evaluation | None = None
     document_scores: list[DocumentScore] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
+    benchmarks: Benchmarks | None = None
 
     @property
     def attempts(self) -> int:
@@ -153,6 +157,7 @@ class ReportFacts(Results):
     links: list[LineageLink]
     preview: list[PreviewSample]
     parity: Parity | Unproven
+    ship: ShipVerdict | None = None
 
     @property
     def modes(self) -> list[Mode]:
@@ -216,8 +221,10 @@ class ReportFacts(Results):
         return sum(span.duration_s for span in self.spans)
 
 
-def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> ReportFacts:
-    """Read the sealed directories `inputs`, by part.
+def read_facts(
+    experiment: str, inputs: Mapping[str, Sealed], rules: Ship = NO_RULES
+) -> ReportFacts:
+    """Read the sealed directories `inputs`, by part; `rules` say whether the model may ship.
 
     Raise IntegrityError naming the file if one is damaged or of another schema.
     """
@@ -226,6 +233,9 @@ def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> ReportFacts:
     train = inputs["train"]
     merge = inputs["merge"]
     evaluate = inputs["evaluate"]
+    benchmarks = None
+    if "benchmark" in inputs:
+        benchmarks = read_record(Benchmarks, inputs["benchmark"].file(BENCHMARK_NAME))
     return ReportFacts(
         experiment=experiment,
         manifests={part: inputs[part].manifest for part in sorted(inputs, key=place_of)},
@@ -242,4 +252,6 @@ def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> ReportFacts:
         document_scores=read_records(DocumentScore, evaluate.file(SCORES_NAME)),
         generations=read_records(Generation, evaluate.file(GENERATIONS_NAME)),
         parity=read_parity(merge.file(PARITY_NAME)),
+        benchmarks=benchmarks,
+        ship=ship_verdict(rules, benchmarks),
     )

@@ -17,9 +17,11 @@ from pipeline_lib.core.run_folder import METRICS_NAME, SUMMARY_NAME
 from pipeline_lib.core.stage import Say, open_sealed
 from pipeline_lib.core.store import Ref, Store
 from pipeline_lib.data.how_to_call import how_to_call, modes_in
+from pipeline_lib.records.benchmark import BENCHMARK_NAME, Benchmarks
 from pipeline_lib.records.evaluation import EVALUATION_NAME, Evaluation
 from pipeline_lib.records.record import read_record
 from pipeline_lib.records.training import read_training
+from pipeline_lib.report.ship import ShipVerdict, ship_verdict
 
 LOGS = Path("logs")
 BEGUN = "begun"  # a file beside the logs, stamped by the same clock, which may be a file server's
@@ -135,12 +137,26 @@ def tell_results(dag: Dag, say: Say) -> None:
     evaluation = read_record(Evaluation, sealed.file(EVALUATION_NAME))
     tokenize = open_sealed(experiment.ref("tokenize"), dag.store).manifest
     rows = [("verdict", evaluation.verdict.text)]
+    if verdict := ship_verdict_of(experiment, dag.store):
+        rows.append(("ship", verdict.text))
     links = [product.link for product in PRODUCTS.values()]
     rows += [(Path(link).stem, str(RESULTS / experiment.name / link)) for link in links]
     rows.append(("chat", f"qwen3 chat {shlex.quote(experiment.name)}"))
     rows += [("call", line) for line in how_to_call(modes_in(tokenize))]
     for name, text in rows:
         say(f"{name:7}  {text}")
+
+
+def ship_verdict_of(experiment: Experiment, store: Store) -> ShipVerdict | None:
+    """Return whether the experiment's model may ship, by the config's rules; None without any.
+
+    Raise IntegrityError if it has benchmarks that are not finished.
+    """
+    if "benchmark" not in experiment.specs:
+        return None
+    sealed = open_sealed(experiment.ref("benchmark"), store)
+    benchmarks = read_record(Benchmarks, sealed.file(BENCHMARK_NAME))
+    return ship_verdict(experiment.config.ship, benchmarks)
 
 
 def _outcome(

@@ -12,6 +12,7 @@ from pipeline_lib.core import units
 from pipeline_lib.core.events import EventName
 from pipeline_lib.data.chat_template import repetition
 from pipeline_lib.data.how_to_call import warning_of
+from pipeline_lib.records.benchmark import BenchmarkComparison, Benchmarks, Fault
 from pipeline_lib.records.evaluation import Score, Scores, UnigramScore
 from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.report.charts import AMBER, BLUE, GREEN, GREY, PURPLE, RED, TEAL, render_page
@@ -20,6 +21,7 @@ from pipeline_lib.report.facts import ReportFacts
 from pipeline_lib.report.figures import figures_of
 from pipeline_lib.report.plan_check import SETTLING_STEPS, settled, tally, verdict
 from pipeline_lib.report.settings import date_of, setting_rows
+from pipeline_lib.report.ship import points
 from pipeline_lib.report.statistics import SampleEstimate, estimate_of
 
 LIMITS = {
@@ -33,6 +35,12 @@ LIMITS = {
     "unread": 30,
     "hashes": 12,
     "ranks": 64,
+}
+FAULT_NAMES: Mapping[Fault, str] = {
+    "unended": "without an end",
+    "loop": "a loop",
+    "empty": "empty",
+    "think": "broken think tags",
 }
 _MAX_EXPONENT = 700.0
 SERIES = (GREY, TEAL, BLUE, PURPLE, GREEN, AMBER, RED)
@@ -73,6 +81,7 @@ def render(facts: ReportFacts, curves: Curves) -> str:
         "scores_rows": _score_rows(scores) if scores else [],
         "total": replace(total, name=f"All {len(ledger.sources)} sources", format=""),
         "sources_rows": by_source,
+        "benchmark_rows": _benchmark_rows(facts.benchmarks),
         "percentiles": f"Percentiles: {percentiles_text} tokens." if percentiles_text else "",
         "call_warning": warning_of(facts.modes),
         "repetition": repetition(
@@ -165,6 +174,38 @@ def _score_rows(scores: Scores) -> list[dict[str, Any]]:
             {"name": name, "score": score, "losses": _ends(one), "perplexities": perplexities}
         )
     return rows
+
+
+def _benchmark_rows(benchmarks: Benchmarks | None) -> list[dict[str, Any]]:
+    """Return a row for each benchmark; none if there are no benchmarks."""
+    rows = []
+    for name, found in benchmarks.compared.items() if benchmarks else ():
+        style = ""
+        if found.low > 0 or found.high < 0:
+            style = "yes" if found.low > 0 else "no"
+        rows.append(
+            {
+                "name": name,
+                "questions": found.tuned.questions,
+                "base": units.percent(found.base.fraction),
+                "tuned": units.percent(found.tuned.fraction),
+                "difference": points(found.difference),
+                "interval": f"{points(found.low)} to {points(found.high)}",
+                "class": style,
+                "faults": _fault_text(found),
+            }
+        )
+    return rows
+
+
+def _fault_text(found: BenchmarkComparison) -> str:
+    """Return how many answers of the base and the tuned model have each fault: `loop 3, 0`."""
+    texts = []
+    for fault in sorted(found.base.faults.keys() | found.tuned.faults.keys()):
+        base = found.base.faults.get(fault, 0)
+        tuned = found.tuned.faults.get(fault, 0)
+        texts.append(f"{FAULT_NAMES[fault]} {base:,}, {tuned:,}")
+    return "; ".join(texts) or "none"
 
 
 def _interval(score: Score | None) -> str:

@@ -28,6 +28,7 @@ from pipeline_lib.core.store import MANIFEST_NAME, Store, read_manifest, verify
 from pipeline_lib.report.facts import read_facts
 from pipeline_lib.report.outcomes import outcomes
 from pipeline_lib.report.plan_check import tally
+from pipeline_lib.report.ship import difference_words
 from pipeline_lib.report.stage import CURVES_NAME, SUMMARY_NAME, metrics_of, settings_of_run
 from pipeline_lib.report.wall_time import Span
 
@@ -166,7 +167,7 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
     """Return a table of base and tuned losses, tokens, speed, and seconds of each stage."""
     parts = [part for part in experiment.specs if part not in ("plan", "report")]
     inputs = {part: open_sealed(experiment.ref(part), store) for part in parts}
-    facts = read_facts(experiment.name, inputs)
+    facts = read_facts(experiment.name, inputs, experiment.config.ship)
     scores = facts.scores
     training = facts.training
     table = Table(
@@ -184,6 +185,10 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
         loss = units.real(score.loss, "nats/token")
         perplexity = units.rounded(score.perplexity)
         table.add_row(f"held-out loss, {name}", f"{loss}, perplexity {perplexity}")
+    for name, found in facts.benchmarks.compared.items() if facts.benchmarks else ():
+        fractions = f"{units.percent(found.base.fraction)}, {units.percent(found.tuned.fraction)}"
+        table.add_row(f"{name}, right, base and tuned", fractions)
+        table.add_row("difference", difference_words(found))
     table.add_row("trained", units.count(training.tokens, "tokens"))
     table.add_row("of them supervised", units.count(training.supervised_tokens, "tokens"))
     table.add_row("speed", units.count(facts.tokens_per_s, "tokens/s"))

@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline_lib.config.benchmarks import Ship
 from pipeline_lib.config.schema import Config
+from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.files import write_json, write_text
 from pipeline_lib.core.stage import Job
+from pipeline_lib.records.benchmark import Benchmarks
 from pipeline_lib.records.evaluation import Scores
 from pipeline_lib.report.curves import curves_csv, curves_of
 from pipeline_lib.report.facts import ReportFacts, read_facts
@@ -38,6 +41,8 @@ def summary_of(facts: ReportFacts) -> dict[str, Any]:
     errors = {one.key: one.error_fraction for one in facts.compared}
     found = {
         "eval": _losses(facts.scores),
+        "benchmark": _fractions(facts.benchmarks),
+        "ship": facts.ship.decision.value if facts.ship else None,
         "train": {
             "final_loss": training.final_loss,
             "steps": training.steps,
@@ -72,10 +77,28 @@ def _losses(scores: Scores | None) -> dict[str, dict[str, float]]:
     }
 
 
+def _fractions(benchmarks: Benchmarks | None) -> dict[str, dict[str, float]] | None:
+    """Return the fractions right of base and tuned model, and their difference, by benchmark."""
+    if benchmarks is None:
+        return None
+    return {
+        name: {
+            "base": found.base.fraction,
+            "tuned": found.tuned.fraction,
+            "difference": found.difference,
+        }
+        for name, found in benchmarks.compared.items()
+    }
+
+
 def metrics_of(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of METRICS that `summary` has, nested as they are there."""
+    """Return those of METRICS that `summary` has, nested as they are there.
+
+    With them are the tuned model's scores in all benchmarks.
+    """
     nested: dict[str, Any] = {}
-    for key in METRICS:
+    scores = [f"benchmark.{name}.tuned" for name in summary.get("benchmark", {})]
+    for key in (*METRICS, *scores):
         value = _at(summary, key)
         if value is not None:
             *sections, name = key.split(".")
@@ -118,7 +141,9 @@ REPORT_NAME, SUMMARY_NAME, CURVES_NAME = "report.html", "summary.json", "curves.
 
 def run(job: Job) -> dict[str, Any]:
     """Write report.html, summary.json and curves.csv from the sealed inputs; return counts."""
-    facts = read_facts(str(job.spec.settings["experiment"]), job.inputs)
+    settings = job.spec.settings
+    ship = read_settings(Ship, settings.get("ship", {}))
+    facts = read_facts(str(settings["experiment"]), job.inputs, ship)
     curves = curves_of(facts.steps)
     page = render(facts, curves)
     write_text(job.out / REPORT_NAME, page)

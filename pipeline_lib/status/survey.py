@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.config.compile import run_digest
-from pipeline_lib.config.stages import BASELINE, is_of_base
+from pipeline_lib.config.stages import is_of_base, shown_stage
 from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.lock import holder
 from pipeline_lib.core.run_record import RunRecord, text_of
@@ -233,7 +233,7 @@ class _Reader:
             slurm_log = traces.slurm_log(job)
         return {
             # The base's evaluation may be made while the training is.
-            "stage": BASELINE if is_of_base(spec) else spec.stage,
+            "stage": shown_stage(spec),
             "digest": spec.digest,
             "state": rest.state,
             "numbers": numbers,

@@ -172,14 +172,30 @@ VALUES: dict[str, Any] = {
     "evaluate.prompts": ["Who are you?"],
     "evaluate.generations": 2,
     "evaluate.max_new_tokens": 8,
+    "evaluate.benchmarks": [{"name": "faq", "path": "faq.jsonl", "score": "number"}],
+    "ship.gain": {"faq": 0.1},
+    "ship.keep": {"faq": -0.1},
+    "ship.loops": 0.1,
+    "ship.unended": 0.1,
 }
+BENCHMARKS = [{"name": "faq", "path": "faq.jsonl"}]
+# What both models are asked with.
+ASKED_WITH = {"tokenize.system", "tokenize.tools", "tokenize.chat_template_kwargs"}
 CONTENT = Content(model={"config.json": "0" * 64}, data=({"rows.jsonl": "1" * 64},))
 
 
 def compiled(config: dict[str, Any], content: Content = CONTENT) -> Experiment:
     read = Config.model_validate_json(json.dumps(config))
     number = len(read.data.sources)
-    return compile_config(read, replace(content, data=(content.data * number)[:number]))
+    questions = ({"questions.jsonl": "2" * 64},) * len(read.evaluate.benchmarks)
+    data = (content.data * number)[:number]
+    return compile_config(read, replace(content, data=data, questions=questions))
+
+
+def with_benchmark(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with a benchmark, unless it has one, so that it has every stage."""
+    evaluate = {"benchmarks": BENCHMARKS, **config.get("evaluate", {})}
+    return {**config, "evaluate": evaluate}
 
 
 def digests(experiment: Experiment) -> dict[str, str]:
@@ -220,21 +236,27 @@ def test_a_key_changes_what_the_table_says_and_nothing_else(key: str) -> None:
         else key.partition("(")[0].replace("data.train", "data.0")
     )
     affected = {downloaded if stage == "download" else stage for stage in effect.stages}
+    is_of_model = downloaded == "model" and "download" in effect.stages
     if (
         effect.stages[0:1] == ("evaluate",)
         or "shard" in effect.stages
         or plain(key) == "model.rope"
     ):
         affected.add("baseline")  # the base's evaluation, of the same stage
+    if is_of_model or plain(key) in {"model.rope", "evaluate.benchmarks", *ASKED_WITH}:
+        affected.add("base_benchmark")
+    if key == "evaluate.benchmarks":  # its file has the same content, so the download is the same
+        affected.remove(downloaded)
 
-    assert changed(compiled(base_of(key)), compiled(with_value(key, VALUES[key]))) == affected
+    before = compiled(with_benchmark(base_of(key)))
+    assert changed(before, compiled(with_benchmark(with_value(key, VALUES[key])))) == affected
 
 
 @pytest.mark.parametrize("key", EFFECTS)
 def test_what_changes_a_result_changes_a_digest_and_what_changes_none_leaves_the_training(
     key: str,
 ) -> None:
-    effect, computing = EFFECTS[key], {"train", "merge", "evaluate"}
+    effect, computing = EFFECTS[key], {"train", "merge", "evaluate", "benchmark"}
     changes_result = effect.result == Result.YES
     assert changes_result == bool(computing & {*effect.stages}) or key == "train.replica"
 

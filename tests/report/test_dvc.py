@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 DEADLINE_S = 480.0
 DVC_FILES = (".dvc/config", ".dvc/.gitignore", ".dvcignore", ".gitignore", "dvc.yaml")
+DEMO_DATA = ("config/demo.jsonl", "config/demo-questions.jsonl")
 MODEL = {"config.json": "{}", "tokenizer.json": "{}", "README.md": "a model"}
 TUNED = (
     "experiment: more\nmodel: {source: local, path: results/current/model}\ndata: {train: "
@@ -84,7 +85,7 @@ class Clone:
             "VIRTUAL_ENV",
         ):  # an environment that nobody activated is found too
             self.environment.pop(name, None)
-        for name in (*DVC_FILES, "config/config.yaml", "config/demo.jsonl"):
+        for name in (*DVC_FILES, "config/config.yaml", *DEMO_DATA):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, root / name)
         for name, script in (("python", f'exec {sys.executable} "$@"'), ("snakemake", "exit 0")):

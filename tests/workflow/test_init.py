@@ -42,7 +42,7 @@ def test_git_sees_the_config_and_no_results(tmp_path: Path) -> None:
         check=True,
     )
     seen = {".dvcignore", ".gitignore", "dvc.yaml", "results/current/a"}
-    seen |= {"config/config.yaml", "config/demo.jsonl"}
+    seen |= {"config/config.yaml", "config/demo.jsonl", "config/demo-questions.jsonl"}
     assert set(listed.stdout.split()) == seen
 
 

@@ -33,6 +33,21 @@ use rule shard_stage as evaluate_stage with:
         gpus=gpus_of("load"),
 
 
+use rule shard_stage as benchmark_stage with:
+    output:
+        f"{STORE.root}/benchmark/{{digest}}.ok",
+    log:
+        "logs/benchmark/{digest}.log",
+    benchmark:
+        "logs/benchmark/benchmark/{digest}.tsv"
+    threads: threads_of("load")
+    resources:
+        **stage_job("benchmark"),
+    params:
+        stage="benchmark",
+        gpus=gpus_of("load"),
+
+
 rule report_stage:
     input:
         ancient(stage_inputs),

@@ -1,0 +1,112 @@
+"""The verdict on whether a tuned model may ship: by the section `ship` and the benchmarks."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pipeline_lib.config.benchmarks import Ship
+from pipeline_lib.core import units
+from pipeline_lib.records.benchmark import BenchmarkComparison, Benchmarks, Fault
+
+
+class Decision(StrEnum):
+    """Whether the tuned model may ship."""
+
+    SHIP = "ship"
+    STAY = "do not ship"
+    UNKNOWN = "not enough questions to tell"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule of `ship`: its key, what it came to, and the figures in words."""
+
+    key: str
+    decision: Decision
+    text: str
+
+
+@dataclass(frozen=True)
+class ShipVerdict:
+    """What all rules came to: the worst of them."""
+
+    rules: tuple[Rule, ...]
+
+    @property
+    def decision(self) -> Decision:
+        """`ship` if all rules hold; one that is broken weighs more than one that is not known."""
+        found = {rule.decision for rule in self.rules}
+        for worst in (Decision.STAY, Decision.UNKNOWN):
+            if worst in found:
+                return worst
+        return Decision.SHIP
+
+    @property
+    def text(self) -> str:
+        """The decision, with the rules that it is due to."""
+        due = [rule for rule in self.rules if rule.decision == self.decision]
+        return f"{self.decision.capitalize()}: {'; '.join(rule.text for rule in due)}."
+
+
+def ship_verdict(ship: Ship, benchmarks: Benchmarks | None) -> ShipVerdict | None:
+    """Return the verdict by the rules of `ship`; None without rules or without benchmarks."""
+    if benchmarks is None:
+        return None
+    rules = [*_differences(ship, benchmarks), *_faults(ship, benchmarks)]
+    return ShipVerdict(tuple(rules)) if rules else None
+
+
+def _differences(ship: Ship, benchmarks: Benchmarks) -> Iterator[Rule]:
+    for name, least in ship.differences.items():
+        key = f"ship.gain.{name}" if name in ship.gain else f"ship.keep.{name}"
+        found = benchmarks.compared[name]
+        decision = Decision.UNKNOWN
+        more = f"; about {units.count(_wanted(found, least), 'questions')} would do"
+        if found.low >= least or found.high < least:
+            decision = Decision.SHIP if found.low >= least else Decision.STAY
+            more = ""
+        text = f"{name} {difference_words(found)}, wanted {points(least)} or more{more}"
+        yield Rule(key, decision, text)
+
+
+def difference_words(found: BenchmarkComparison) -> str:
+    """Return the difference of the fractions right, with its interval."""
+    return f"{points(found.difference)} points ({points(found.low)} to {points(found.high)})"
+
+
+def points(fraction: float) -> str:
+    """Return a difference of fractions in percentage points: `+4.0`."""
+    return f"{100 * fraction:+.1f}"
+
+
+def _wanted(found: BenchmarkComparison, least: float) -> int:
+    """Return with how many questions the interval would leave `least` out, as far as is seen.
+
+    An interval shrinks with the root of the number of questions.
+    """
+    reach = (found.high - found.low) / 2
+    distance = abs(found.difference - least)
+    if distance == 0:
+        return 10 * found.tuned.questions
+    wanted = found.tuned.questions * (reach / distance) ** 2
+    return max(found.tuned.questions + 1, math.ceil(wanted))
+
+
+def _faults(ship: Ship, benchmarks: Benchmarks) -> Iterator[Rule]:
+    limits: dict[Fault, tuple[str, float | None]] = {
+        "loop": ("loops", ship.loops),
+        "unended": ("unended", ship.unended),
+    }
+    scores = [found.tuned for found in benchmarks.compared.values()]
+    answers = sum(score.questions for score in scores)
+    for fault, (key, most) in limits.items():
+        if most is None:
+            continue
+        seen = sum(score.faults.get(fault, 0) for score in scores)
+        decision = Decision.SHIP if seen <= most * answers else Decision.STAY
+        text = f"{units.count(seen, 'answers')} of {answers:,} {_FAULTS[fault]}"
+        yield Rule(f"ship.{key}", decision, f"{text}, at most {units.percent(most)} may")
+
+
+_FAULTS: dict[Fault, str] = {"loop": "end in a loop", "unended": "do not end"}

@@ -1,0 +1,67 @@
+"""Benchmarks through real Snakemake: both models asked, a verdict, and what another rule reruns."""
+
+import json
+
+import pytest
+
+from pipeline_lib.core.files import write_jsonl
+from pipeline_lib.records.benchmark import BenchmarkAnswer, Benchmarks
+from pipeline_lib.records.record import read_record, read_records
+from tests.pipeline.conftest import Project, executed
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_processes")]
+
+QUESTIONS = 40
+ASKED = """
+  benchmarks:
+    - {name: opening, path: opening.jsonl, score: contains, max_new_tokens: 4}
+    - {name: nearest, path: nearest.jsonl, score: choice}
+"""
+
+
+def test_both_models_are_asked_and_a_verdict_is_told(project: Project) -> None:
+    opening = [{"question": f"What does f{n} do?", "answer": "e"} for n in range(QUESTIONS)]
+    write_jsonl(project.root / "opening.jsonl", opening)
+    nearest = [{"question": "1 or 2?", "choices": ["1", "2"], "answer": n % 2} for n in range(8)]
+    write_jsonl(project.root / "nearest.jsonl", nearest)
+    project.edit("epochs: 2", "max_steps: 6")
+    text = project.config.read_text()
+    evaluate = "evaluate: {generations: 2, max_new_tokens: 8}\n"
+    assert evaluate in text
+    asked = f"evaluate:\n  generations: 2\n  max_new_tokens: 8{ASKED}"
+    project.config.write_text(text.replace(evaluate, f"{asked}ship: {{keep: {{nearest: -0.9}}}}\n"))
+    output = project.snakemake().stdout
+    assert executed(output).count("benchmark") == 2
+    sealed = project.sealed("benchmark")
+    found = read_record(Benchmarks, sealed / "benchmark.json").compared
+    assert list(found) == ["nearest", "opening"]
+    assert {name: one.tuned.questions for name, one in found.items()} == {
+        "opening": QUESTIONS,
+        "nearest": 8,
+    }
+    # both models find the same choice more probable each time
+    assert (found["nearest"].base.right, found["nearest"].tuned.right) == (4, 4)
+    answers = read_records(BenchmarkAnswer, sealed / "answers.jsonl")
+    assert len(answers) == QUESTIONS + 8
+    unended = sum("unended" in answer.faults for answer in answers)
+    assert found["opening"].tuned.faults.get("unended", 0) == unended
+    page = (project.root / "results/small/report.html").read_text()
+    assert "May it ship?" in page
+    assert "Ship: nearest +0.0 points (" in page
+    verdict = project.run("qwen3", "verdict", "config/config.yaml")
+    assert verdict.stdout.splitlines()[0].startswith("ship.keep.nearest: nearest +0.0 points")
+    summary = json.loads((project.sealed("report") / "summary.json").read_text())
+    assert summary["benchmark"]["nearest"] == {"base": 0.5, "tuned": 0.5, "difference": 0.0}
+    assert summary["ship"] == "ship"
+
+    # a verdict computes nothing, and the report shows it when it is made again
+    project.edit("keep: {nearest: -0.9}", "gain: {nearest: 0.05}")
+    unknown = project.run("qwen3", "verdict", "config/config.yaml", check=False)
+    assert unknown.returncode == 79
+    assert "error: Not enough questions to tell: nearest +0.0 points (" in unknown.stdout
+    project.edit("gain: {nearest: 0.05}", "gain: {nearest: 0.9}")
+    refused = project.run("qwen3", "verdict", "config/config.yaml", check=False)
+    assert refused.returncode == 77
+    assert executed(project.snakemake().stdout) == ["report"]
+    page = (project.root / "results/small/report.html").read_text()
+    assert "Do not ship: nearest +0.0 points (" in page
