@@ -102,9 +102,9 @@ def _sections(name: str, section: Node, definitions: Node) -> Iterator[tuple[str
     """Yield every section with its title, the outer before the inner."""
     yield (f"`{name}`" if name else "Top level"), section
     for key, node in section["properties"].items():
-        if _is_optional_list(node):
-            continue
         members = _members(node, definitions)
+        if _is_optional_list(node) and len(members) > 1:
+            continue  # of the kinds that a required list has
         path = f"{name}.{key}".lstrip(".")
         if node.get("type") == "array":
             path += "[]"
@@ -118,7 +118,7 @@ def _sections(name: str, section: Node, definitions: Node) -> Iterator[tuple[str
 
 
 def _is_optional_list(node: Node) -> bool:
-    """Return whether `node` is an optional list; one of sections holds a required list's."""
+    """Return whether `node` is an optional list."""
     return node.get("type") == "array" and "default" in node
 
 

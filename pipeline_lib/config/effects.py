@@ -118,6 +118,6 @@ EFFECTS: dict[str, Effect] = {
     **_of("tracking.", "to project", PLAN, Result.NO),
     **_of("merge.", "dtype base", MERGE, Result.YES),
     **_of("evaluate.", "prompts generations max_new_tokens", EVALUATE, Result.YES),
-    "evaluate.benchmarks": Effect(DOWNLOAD[:1] + BENCHMARK, Result.YES),
+    "evaluate.benchmarks": Effect(BENCHMARK, Result.YES),
     **_of("ship.", "gain keep loops unended", REPORT, Result.NO),
 }

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline_lib.config import strict_yaml
+from pipeline_lib.config.benchmarks import Benchmark
 from pipeline_lib.config.docs import config_json_schema, config_page
 from pipeline_lib.config.load import load_configs
 from pipeline_lib.config.rope import Rope
@@ -62,6 +63,7 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
         *(plain(key).rpartition(".")[2] for key in all_keys(ConfigFile)),
         *Rope.model_fields,
         *GpuSheet.model_fields,
+        *Benchmark.model_fields,
     ]
     assert sorted(row[0] for row in rows) == sorted(keys)
     for key, *cells in rows:
@@ -117,6 +119,7 @@ def test_the_schema_knows_every_key_and_refuses_others() -> None:
         "tracking",
         "merge",
         "evaluate",
+        "ship",
         "lora",
         "guards",
     }
@@ -125,6 +128,7 @@ def test_the_schema_knows_every_key_and_refuses_others() -> None:
         *(plain(key).rpartition(".")[2] for key in all_keys(ConfigFile)),
         *Rope.model_fields,
         *GpuSheet.model_fields,
+        *Benchmark.model_fields,
     ]
     assert sorted(name for name in names if name not in holders) == sorted(keys)
     assert all(section["additionalProperties"] is False for section in sections)
