@@ -135,12 +135,15 @@ def tell_results(dag: Dag, say: Say) -> None:
     evaluation = read_record(Evaluation, sealed.file(EVALUATION_NAME))
     tokenize = open_sealed(experiment.ref("tokenize"), dag.store).manifest
     rows = [("verdict", evaluation.verdict.text)]
-    links = [product.link for product in PRODUCTS.values()]
-    rows += [(Path(link).stem, str(RESULTS / experiment.name / link)) for link in links]
+    for part, product in PRODUCTS.items():
+        if part in experiment.specs:
+            name = Path(product.link).stem
+            rows.append((name, str(RESULTS / experiment.name / product.link)))
     rows.append(("chat", f"qwen3 chat {shlex.quote(experiment.name)}"))
     rows += [("call", line) for line in how_to_call(modes_in(tokenize))]
+    width = max(len(name) for name, _ in rows)
     for name, text in rows:
-        say(f"{name:7}  {text}")
+        say(f"{name:{width}}  {text}")
 
 
 def _outcome(

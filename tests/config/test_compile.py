@@ -172,6 +172,7 @@ VALUES: dict[str, Any] = {
     "evaluate.prompts": ["Who are you?"],
     "evaluate.generations": 2,
     "evaluate.max_new_tokens": 8,
+    "export": ["gguf-f16"],
 }
 CONTENT = Content(model={"config.json": "0" * 64}, data=({"rows.jsonl": "1" * 64},))
 
@@ -220,6 +221,8 @@ def test_a_key_changes_what_the_table_says_and_nothing_else(key: str) -> None:
         else key.partition("(")[0].replace("data.train", "data.0")
     )
     affected = {downloaded if stage == "download" else stage for stage in effect.stages}
+    if "export" in affected:  # the stage of parts that only `export` asks for
+        affected = {"gguf-f16"} if key == "export" else affected - {"export"}
     if (
         effect.stages[0:1] == ("evaluate",)
         or "shard" in effect.stages
@@ -234,7 +237,7 @@ def test_a_key_changes_what_the_table_says_and_nothing_else(key: str) -> None:
 def test_what_changes_a_result_changes_a_digest_and_what_changes_none_leaves_the_training(
     key: str,
 ) -> None:
-    effect, computing = EFFECTS[key], {"train", "merge", "evaluate"}
+    effect, computing = EFFECTS[key], {"train", "merge", "export", "evaluate"}
     changes_result = effect.result == Result.YES
     assert changes_result == bool(computing & {*effect.stages}) or key == "train.replica"
 
