@@ -26,8 +26,9 @@ from pipeline_lib.core.spans import Spans
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.export.gguf import modelfile
-from pipeline_lib.export.gguf_file import file_name, plan_file
-from pipeline_lib.export.gguf_proof import prove
+from pipeline_lib.export.gguf_file import file_name, plan_file, stop_tokens
+from pipeline_lib.export.gguf_proof import LOGIT_TOLERANCES, prove
+from pipeline_lib.export.proof import judge
 from pipeline_lib.model.probe import save_probe
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.records.export import ExportParity
@@ -130,6 +131,33 @@ def test_transformers_loads_the_same_model(exported: Exported) -> None:
         found = model(torch.tensor([exported.block.tokens.tolist()])).logits[0]
     positions = np.linspace(0, len(found) - 1, len(exported.logits)).round().astype(int)
     assert torch.allclose(found[positions], exported.logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gguf-f16", "gguf-q8_0"])
+def test_llama_cpp_computes_the_same_and_stops_where_the_model_does(
+    exported: Exported, kind: str
+) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp", reason="the extra llamacpp is not installed")
+    path = exported.write(kind)
+    model = llama_cpp.Llama(str(path), n_ctx=256, n_threads=1, logits_all=True, verbose=False)
+    ids = exported.block.tokens.tolist()
+    assert model.tokenize(TEXT.encode(), add_bos=False, special=True) == ids
+    model.eval(ids)
+    found = torch.from_numpy(model.scores[: len(ids)].copy())
+    (exact,) = StreamedModel(exported.merged, torch.float32, CPU).probe_logits(
+        exported.block, positions=torch.arange(len(ids))
+    )
+    judge(found, exact, LOGIT_TOLERANCES["gguf-q8_0"], has_experts="moe" in str(exported.root))
+    likeliest = exact.topk(2).values
+    is_clear = likeliest[:, 0] - likeliest[:, 1] > 0.1 * exact.std()
+    assert is_clear.any()
+    assert found.argmax(-1)[is_clear].equal(exact.argmax(-1)[is_clear])
+    (stop,) = stop_tokens(exported.merged)
+    assert model.token_eos() == stop
+    vocab = llama_cpp.llama_model_get_vocab(model.model)
+    assert llama_cpp.llama_vocab_is_eog(vocab, stop)
+    assert model.metadata["tokenizer.chat_template"] == TEMPLATES["hybrid"]
+    model.close()
 
 
 def test_what_the_file_tells_a_server(qwen3: Exported) -> None:
