@@ -5,6 +5,7 @@ column.
 """
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -176,13 +177,32 @@ def adapter_card(code: str, base: str | None = None) -> str:
     return "\n".join(_front(keys) + _adapters(code))
 
 
-def export_card(kind: str, name: str, merged: Ref, parity: ExportParity) -> str:
-    """Return the text of README.md beside the file `name`, the export `kind` of `merged`."""
+def export_card(
+    kind: str,
+    name: str,
+    merged: Ref,
+    parity: ExportParity,
+    record: Lineage,
+    licence: Licence | None = None,
+) -> str:
+    """Return the text of README.md beside the file `name`, the export `kind` of `merged`.
+
+    `record` is the lineage of `merged`, and `licence` that of the base, if its file is known.
+    """
     types = ", ".join(f"{count} in {each}" for each, count in parity.tensors.items())
     weights = _CERTIFIED_AS[kind]
+    front: dict[str, Any] = {"library_name": "gguf", "pipeline_tag": "text-generation"}
+    base = base_model(record)
+    if licence is not None:
+        front["license"] = licence.name
+    if base is not None:
+        front |= {"base_model": base, "base_model_relation": "quantized"}
+    made = {}
+    if "tokenize" in record.links:
+        made["tokenize"] = parse_manifest(record.links["tokenize"].manifest, "tokenize")
     return "\n".join(
         [
-            *_front({"library_name": "gguf", "pipeline_tag": "text-generation"}),
+            *_front(front),
             f"# {name}",
             "",
             f"The model of {merged.stage} {merged.digest} as {kind}.",
@@ -211,7 +231,7 @@ def export_card(kind: str, name: str, merged: Ref, parity: ExportParity) -> str:
             "## How to run it",
             "",
             "```sh",
-            f"llama-server -m {name} --jinja",
+            f"llama-server -m {name} --jinja{_template_option(made)}",
             "ollama create my-model -f Modelfile && ollama run my-model",
             "```",
             "",
@@ -221,8 +241,17 @@ def export_card(kind: str, name: str, merged: Ref, parity: ExportParity) -> str:
             f"qwen3 certify NAME --endpoint http://localhost:8080/v1 --weights {weights}",
             "```",
             "",
+            *_calling(made),
         ]
     )
+
+
+def _template_option(made: Mapping[str, Manifest]) -> str:
+    """Return llama-server's option for the mode of most trained answers; "" for the default."""
+    modes = modes_in(made["tokenize"]) if "tokenize" in made else []
+    if not modes or modes[0].is_default:
+        return ""
+    return f" --chat-template-kwargs {shlex.quote(json.dumps(modes[0].variables))}"
 
 
 def licence_of(folder: Path) -> Licence | None:

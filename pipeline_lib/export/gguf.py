@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.arch.generation_config import read_generation_config
-from pipeline_lib.config.content import LICENCE_FILES
 from pipeline_lib.core.errors import TrainingError
-from pipeline_lib.core.files import require_space, write_json, write_text
+from pipeline_lib.core.files import read_json, require_space, write_json, write_text
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.units import size
 from pipeline_lib.data.encode import load_tokenizer
-from pipeline_lib.export.card import export_card
+from pipeline_lib.export.card import export_card, licence_of
 from pipeline_lib.export.gguf_file import file_name, plan_file, stop_tokens
 from pipeline_lib.export.gguf_proof import prove
 from pipeline_lib.export.proof import REFUSED, device_for
+from pipeline_lib.lineage.record import LINEAGE_NAME, parse_lineage
 from pipeline_lib.model.probe import PROBE_NAME
 from pipeline_lib.records.export import ExportParity
 from pipeline_lib.records.merge import PARITY_NAME
@@ -54,10 +54,12 @@ def run(job: Job) -> dict[str, Any]:
     figures: dict[str, Any] = to_json(parity)
     write_json(job.out / PARITY_NAME, figures)
     write_text(job.out / MODELFILE, modelfile(merged, name))
-    write_text(job.out / "README.md", export_card(kind, name, job.spec.inputs["merge"], parity))
-    for licence in LICENCE_FILES:
-        if (merged / licence).exists():
-            shutil.copyfile(merged / licence, job.out / licence)
+    record = parse_lineage(read_json(merged / LINEAGE_NAME), LINEAGE_NAME)
+    licence = licence_of(merged)
+    card = export_card(kind, name, job.spec.inputs["merge"], parity, record, licence)
+    write_text(job.out / "README.md", card)
+    if licence is not None:
+        shutil.copyfile(merged / licence.file, job.out / licence.file)
     job.say(f"export: {_in_words(parity)}")
     return figures
 

@@ -25,7 +25,11 @@ from pipeline_lib.arch.gguf import ARCHITECTURES, unnamed_in_config
 from pipeline_lib.arch.rope import scaling_in
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data.bpe import splits_as_qwen
-from pipeline_lib.data.chat_template import read_template, read_tokenizer_config
+from pipeline_lib.data.chat_template import (
+    read_template,
+    read_tokenizer_config,
+    special_tokens,
+)
 from pipeline_lib.data.encode import TOKENIZER_NAME, load_tokenizer
 from pipeline_lib.model.weights import Stored, find_tensors
 
@@ -285,17 +289,15 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path, vocab: int) -> None:
     if stops:
         writer.add_eos_token_id(stops[0])
         writer.add_eot_token_id(stops[0])
-    config = read_tokenizer_config(folder)
-    ids = load_tokenizer(folder)
-    for key, add in (
-        ("pad_token", writer.add_pad_token_id),
-        ("bos_token", writer.add_bos_token_id),
-    ):
-        token = config.get(key)
-        text = token.get("content") if isinstance(token, dict) else token
-        number = ids.token_to_id(text) if text else None
-        if number is not None:
-            add(number)
+    pad = special_tokens(read_tokenizer_config(folder)).get("pad_token")
+    if pad in tokens:
+        writer.add_pad_token_id(tokens.index(pad))
+    # no text begins with it, and readers take the token 11 if there is none
+    begin = read_object(folder / "config.json").get("bos_token_id")
+    if begin is None and stops:
+        begin = stops[-1]
+    if begin is not None:
+        writer.add_bos_token_id(begin)
     writer.add_add_bos_token(False)
     template = read_template(folder)
     if template:
@@ -311,8 +313,7 @@ def _tokens(folder: Path, vocab: int) -> tuple[list[str], list[int]]:
         tokens[number] = text
         types[number] = int(gguf.TokenType.NORMAL)
     for number, added in tokenizer.get_added_tokens_decoder().items():
-        is_control = added.special
-        kind = gguf.TokenType.CONTROL if is_control else gguf.TokenType.USER_DEFINED
+        kind = gguf.TokenType.CONTROL if added.special else gguf.TokenType.USER_DEFINED
         types[number] = int(kind)
     return tokens, types
 
