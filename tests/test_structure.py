@@ -51,6 +51,7 @@ TORCH_FREE = (
     "report",
     "compare",
     "upkeep",
+    "workflow.exports",
     "workflow.findings",
     "workflow.invocation",
     "workflow.requests",

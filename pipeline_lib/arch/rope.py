@@ -20,11 +20,12 @@ _PLACES = ("rope_scaling", "rope_parameters")
 
 def scaling_type(config: Mapping[str, Any]) -> str:
     """Return the type of scaled rotary embeddings that the config.json `config` asks for, or ""."""
-    scaling = _scaling_in(config)
+    scaling = scaling_in(config)
     return str(_type_of(scaling)) if scaling else ""
 
 
-def _scaling_in(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def scaling_in(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the section of the config.json `config` that scales its rotary embeddings, or {}."""
     for place in _PLACES:
         found = config.get(place)
         if isinstance(found, dict) and found and _type_of(found) != "default":
@@ -42,7 +43,7 @@ def positions_in(config: Mapping[str, Any]) -> int:
     With YaRN these are factor x original positions, as vLLM counts.
     """
     positions: int = config.get("max_position_embeddings", _DEFAULT_POSITIONS)
-    scaling = _scaling_in(config)
+    scaling = scaling_in(config)
     original = scaling.get("original_max_position_embeddings")
     factor = scaling.get("factor")
     if (

@@ -23,6 +23,8 @@ CONNECT_S = 10.0
 ANSWER_S = 600.0  # a large model on CPUs may take minutes for an answer
 MOST_BYTES = 64 << 20  # of a reply
 _SAID_CHARS = 200
+# llama-cpp-python's server gives none without a number of the likeliest
+_WITH_LOGPROBS = {"logprobs": True, "top_logprobs": 1}
 _OPENAI_PATH = "/v1"
 _REFUSED = (401, 403)
 _BUSY = (429, 503)  # llama-server says 503 while it loads the model
@@ -178,7 +180,7 @@ class Server:
         body = {**self._asked(question), "temperature": 0, "max_tokens": max_tokens}
         url = f"{self.endpoint}/chat/completions"
         try:
-            reply = self._reply(_Chat, "POST", url, {**body, "logprobs": True})
+            reply = self._reply(_Chat, "POST", url, {**body, **_WITH_LOGPROBS})
         except NotOffered:  # some servers refuse what they do not know
             reply = self._reply(_Chat, "POST", url, body)
         if not reply.choices:

@@ -10,7 +10,7 @@ from pipeline_lib.config.content import HASHES_NAME, Content, HashCache, read_co
 from pipeline_lib.config.halving import Halving, until
 from pipeline_lib.config.load import NONE_OVERRIDDEN, Overrides, load_sweep
 from pipeline_lib.config.rope import ROPE
-from pipeline_lib.config.schema import Cluster, Config, HubRepository
+from pipeline_lib.config.schema import EXPORT_TYPES, Cluster, Config, HubRepository
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.config.stages import BASE_BENCHMARK, STAGES, Stage, kind_of, stage_of
 from pipeline_lib.config.strict_yaml import YamlDocument
@@ -73,6 +73,8 @@ def _parts_of(kind: str, config: Config, content: Content) -> list[str]:
     if kind in ("benchmark", BASE_BENCHMARK) and not config.evaluate.benchmarks:
         return []
     if kind == "generation" and not content.generation:
+        return []
+    if kind in EXPORT_TYPES and kind not in config.export:
         return []
     return [kind]
 

@@ -34,7 +34,7 @@ from pipeline_lib.config.halving import (
 )
 from pipeline_lib.config.load import NONE_OVERRIDDEN, Overrides
 from pipeline_lib.config.schema import Config
-from pipeline_lib.config.stages import PRODUCTS, STAGES, is_of_base
+from pipeline_lib.config.stages import PRODUCTS, STAGES, is_of_base, stage_of
 from pipeline_lib.config.strict_yaml import YamlDocument
 from pipeline_lib.core.errors import ConfigError, IntegrityError
 from pipeline_lib.core.files import (
@@ -231,7 +231,8 @@ class Dag:
 
     def products(self, going: Collection[str] | None = None) -> list[str]:
         """Return the pointers of all that RESULTS links to, limited to `going` as in `pointers`."""
-        return [pointer for stage in PRODUCTS for pointer in self.pointers(stage, going)]
+        stages = dict.fromkeys(stage_of(part) for part in PRODUCTS)
+        return [pointer for stage in stages for pointer in self.pointers(stage, going)]
 
     @cached_property
     def rungs(self) -> tuple[Rung, ...]:
@@ -434,14 +435,14 @@ def _reads(spec: Spec, digests: Collection[str]) -> bool:
 
 
 def link_results(experiment: Experiment, store: Store, results: Path = RESULTS) -> dict[str, Path]:
-    """Link RESULTS/NAME/{report.html,model} to finished PRODUCTS; return the links.
+    """Link RESULTS/NAME/{report.html,model,...} to finished PRODUCTS; return the links.
 
     A link of ours that leads to nothing, or into another store, is removed. A file or folder that
     the user put there is left alone.
     """
     links = {}
     for part, product in PRODUCTS.items():
-        if part not in experiment.specs:  # a stage that is newer than the frozen experiment
+        if part not in experiment.specs:  # not asked for, or newer than the frozen experiment
             continue
         link = results / experiment.name / product.link
         ref = experiment.ref(part)
@@ -459,7 +460,7 @@ def _leads_astray(link: Path, part: str, store: Store) -> bool:
         return False
     target = Path(os.path.normpath(link.parent.resolve() / link.readlink()))
     for folder in (target, target.parent):
-        if folder.parent.name == part and _DIGEST.fullmatch(folder.name):
+        if folder.parent.name == stage_of(part) and _DIGEST.fullmatch(folder.name):
             is_here = folder.parent.parent.resolve() == store.root.resolve()
             return not target.exists() or not is_here
     return False

@@ -117,6 +117,7 @@ EFFECTS: dict[str, Effect] = {
     "train.replica": Effect(TRAIN, Result.NO),
     **_of("tracking.", "to project", PLAN, Result.NO),
     **_of("merge.", "dtype base", MERGE, Result.YES),
+    "export": Effect(("export",), Result.YES),
     **_of("evaluate.", "prompts generations max_new_tokens", EVALUATE, Result.YES),
     "evaluate.benchmarks": Effect(BENCHMARK, Result.YES),
     **_of("ship.", "gain keep loops unended", REPORT, Result.NO),

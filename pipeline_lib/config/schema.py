@@ -1,7 +1,7 @@
 """Every config key with its type, default, unit and meaning; those of `train` are in train.py."""
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -595,6 +595,10 @@ class Evaluate(Section):
     )
 
 
+ExportType = Literal["gguf-f16", "gguf-q8_0"]
+EXPORT_TYPES: tuple[str, ...] = get_args(ExportType)
+
+
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=-]{0,127}$"
 
 
@@ -614,6 +618,11 @@ class Config(Section):
     merge: Merge = Merge()
     evaluate: Evaluate = Evaluate()
     ship: Ship = NO_RULES
+    export: tuple[ExportType, ...] = Field(
+        (),
+        description="files of the merged model for other programs, each read back and compared with "
+        "it: `gguf-f16`, `gguf-q8_0` for llama.cpp and Ollama",
+    )
 
     @property
     def asked(self) -> Evaluate:

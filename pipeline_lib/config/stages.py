@@ -6,12 +6,12 @@ of the stages: each reads parts of rows above it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
 from pipeline_lib.config.content import Content
-from pipeline_lib.config.schema import Config
+from pipeline_lib.config.schema import EXPORT_TYPES, Config
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.spec_settings import (
     benchmark_settings,
@@ -39,6 +39,9 @@ JobKind = Literal["tokenize", "pack", "read", "load", "merge", "evaluate"]
 # Jobs of these kinds open files of weights, on a GPU where there is one.
 OPENS_WEIGHTS: frozenset[JobKind | None] = frozenset({"load", "merge", "evaluate"})
 
+# of the format, as its files say it
+GGUF_VERSION = 3
+
 # The part that is the evaluation of the base model, an instance of the stage `evaluate`.
 BASELINE = "baseline"
 # The part that is the base model's scores, an instance of the stage `benchmark`.
@@ -47,7 +50,11 @@ BASE_BENCHMARK = "base_benchmark"
 
 @dataclass(frozen=True)
 class Product:
-    """An end result: `results/NAME/LINK` leads to `file` of its sealed directory, or to all of it."""
+    """An end result: `results/NAME/LINK` leads to `file` of its sealed directory, or to all of it.
+
+    Of a stage with several kinds of parts, each kind is a product and `link` is empty: the name of
+    the kind stands for it.
+    """
 
     link: str
     file: str = ""
@@ -106,6 +113,10 @@ def _evaluate_title(config: Config, parts: Sequence[str]) -> str:
 def _benchmark_title(config: Config, parts: Sequence[str]) -> str:
     model = "base model" if BASE_BENCHMARK in parts else "tuned model"
     return f"{model} on {', '.join(one.name for one in config.evaluate.benchmarks)}"
+
+
+def _export_title(config: Config, parts: Sequence[str]) -> str:
+    return f"{', '.join(parts)} of the merged model, read back and compared with it"
 
 
 def is_of_base(spec: Spec) -> bool:
@@ -179,6 +190,16 @@ _ROWS = (
         product=Product("model"),
     ),
     Stage(
+        name="export",
+        version=1,
+        module="pipeline_lib.export.gguf",
+        parts={kind: ("train", "merge") for kind in EXPORT_TYPES},
+        title=_export_title,
+        settings=lambda config, content, part: {"type": part, "format": GGUF_VERSION},
+        job="merge",
+        product=Product(""),
+    ),
+    Stage(
         name="evaluate",
         version=4,
         module="pipeline_lib.evaluate.stage",
@@ -221,10 +242,21 @@ _ROWS = (
     ),
 )
 STAGES: dict[str, Stage] = {row.name: row for row in _ROWS}
-# The end results of an experiment by part, the last first.
-PRODUCTS = {row.name: row.product for row in reversed(_ROWS) if row.product is not None}
 _STAGE_OF = {kind: row.name for row in _ROWS for kind in row.parts}
 _PLACES = {kind: place for place, kind in enumerate(_STAGE_OF)}
+
+
+def _products() -> dict[str, Product]:
+    found = {}
+    for row in reversed(_ROWS):
+        if row.product is not None:
+            for kind in row.parts:
+                found[kind] = replace(row.product, link=row.product.link or kind)
+    return found
+
+
+# The end results that an experiment may have, by part, the last first.
+PRODUCTS = _products()
 
 
 def kind_of(part: str) -> str:

@@ -54,6 +54,7 @@ RECORDED_PACKAGES = (
     "transformers",
     "peft",
     "safetensors",
+    "gguf",
 )
 
 

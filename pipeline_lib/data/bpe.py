@@ -228,11 +228,7 @@ def to_tiktoken(description: Mapping[str, Any]) -> tiktoken.Encoding:
         raise NotConvertible("not a plain BPE")
     if description.get("normalizer") != {"type": "NFC"}:
         raise NotConvertible("its normalizer is not NFC")
-    pre_tokenizer = json.loads(json.dumps(description.get("pre_tokenizer")))
-    with suppress(TypeError, LookupError):
-        # affects the offsets of tokens, not their ids
-        pre_tokenizer["pretokenizers"][1].pop("trim_offsets", None)
-    if pre_tokenizer != _PRE_TOKENIZER:
+    if not splits_as_qwen(description):
         raise NotConvertible("it splits texts in another way than Qwen")
     vocab = dict(model["vocab"])
     for token in description.get("added_tokens", ()):  # added tokens never reach the BPE
@@ -243,6 +239,15 @@ def to_tiktoken(description: Mapping[str, Any]) -> tiktoken.Encoding:
     return tiktoken.Encoding(
         "converted", pat_str=SPLIT_PATTERN, mergeable_ranks=_ranks(vocab), special_tokens={}
     )
+
+
+def splits_as_qwen(description: Mapping[str, Any]) -> bool:
+    """Return whether a tokenizer.json splits texts as Qwen's do, before the BPE."""
+    pre_tokenizer = json.loads(json.dumps(description.get("pre_tokenizer")))
+    with suppress(TypeError, LookupError):
+        # affects the offsets of tokens, not their ids
+        pre_tokenizer["pretokenizers"][1].pop("trim_offsets", None)
+    return bool(pre_tokenizer == _PRE_TOKENIZER)
 
 
 def _ranks(vocab: Mapping[str, int]) -> dict[bytes, int]:

@@ -277,7 +277,12 @@ def has_template(folder: Path) -> bool:
 
     Raises DataError.
     """
-    return bool(_sources(folder, read_tokenizer_config(folder))[0])
+    return bool(read_template(folder))
+
+
+def read_template(folder: Path) -> str:
+    """Return the chat template of the model in `folder`; "" if it has none. Raises DataError."""
+    return _sources(folder, read_tokenizer_config(folder))[0]
 
 
 def _sources(folder: Path, config: Mapping[str, Any]) -> tuple[str, str | None, str]:

@@ -5,6 +5,7 @@ column.
 """
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -36,6 +37,7 @@ from pipeline_lib.lineage.record import (
     sources_of,
 )
 from pipeline_lib.records.data import Ledger
+from pipeline_lib.records.export import ExportParity
 from pipeline_lib.records.merge import Parity, Unproven
 from pipeline_lib.records.training import Training
 
@@ -48,6 +50,8 @@ SHOWN = ("precision", "optimizer", "lr", "lr_schedule", "global_batch_tokens", "
 # of frozen weights
 _DTYPES = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _HEAD = "lm_head"
+# `--weights` of `qwen3 certify` for a server of an export
+_CERTIFIED_AS = {"gguf-f16": "bf16", "gguf-q8_0": "fp8"}
 _MARKUP = str.maketrans({character: f"\\{character}" for character in "\\`*_[]|~#"})
 Rows = Iterable[Sequence[str]]
 
@@ -171,6 +175,83 @@ def adapter_card(code: str, base: str | None = None) -> str:
     if base is not None:
         keys |= {"base_model": base, "base_model_relation": "adapter"}
     return "\n".join(_front(keys) + _adapters(code))
+
+
+def export_card(
+    kind: str,
+    name: str,
+    merged: Ref,
+    parity: ExportParity,
+    record: Lineage,
+    licence: Licence | None = None,
+) -> str:
+    """Return the text of README.md beside the file `name`, the export `kind` of `merged`.
+
+    `record` is the lineage of `merged`, and `licence` that of the base, if its file is known.
+    """
+    types = ", ".join(f"{count} in {each}" for each, count in parity.tensors.items())
+    weights = _CERTIFIED_AS[kind]
+    front: dict[str, Any] = {"library_name": "gguf", "pipeline_tag": "text-generation"}
+    base = base_model(record)
+    if licence is not None:
+        front["license"] = licence.name
+    if base is not None:
+        front |= {"base_model": base, "base_model_relation": "quantized"}
+    made = {}
+    if "tokenize" in record.links:
+        made["tokenize"] = parse_manifest(record.links["tokenize"].manifest, "tokenize")
+    return "\n".join(
+        [
+            *_front(front),
+            f"# {name}",
+            "",
+            f"The model of {merged.stage} {merged.digest} as {kind}.",
+            "",
+            "## What was verified",
+            "",
+            "The file was read back from disk and compared with that model:",
+            "",
+            f"- its tensors ({types}) are the model's, each rounded once to its type",
+            "- the model that its keys describe gives the model's logits within "
+            f"{parity.relative_difference:.1e} of their size (tolerance {parity.tolerance:.0e}, "
+            f"{parity.compared_logits:,} compared), and the trained model's within "
+            f"{parity.trained_difference:.1e}",
+            f"- its tokenizer, as transformers reads it, gives the same {parity.compared_tokens:,} "
+            "ids",
+            "- its chat template is the model's",
+            "",
+            "## What was not verified",
+            "",
+            "- llama.cpp and Ollama were not run: how they compute, and how they render the chat "
+            "template, was not compared. Ollama has templates of its own, which it chooses by the "
+            "file's",
+            "- texts that are not in Unicode's normal form NFC: the format cannot say that the "
+            "model's tokenizer normalizes them",
+            "",
+            "## How to run it",
+            "",
+            "```sh",
+            f"llama-server -m {name} --jinja{_template_option(made)}",
+            "ollama create my-model -f Modelfile && ollama run my-model",
+            "```",
+            "",
+            "A server that runs is compared with the model by:",
+            "",
+            "```sh",
+            f"qwen3 certify NAME --endpoint http://localhost:8080/v1 --weights {weights}",
+            "```",
+            "",
+            *_calling(made),
+        ]
+    )
+
+
+def _template_option(made: Mapping[str, Manifest]) -> str:
+    """Return llama-server's option for the mode of most trained answers; "" for the default."""
+    modes = modes_in(made["tokenize"]) if "tokenize" in made else []
+    if not modes or modes[0].is_default:
+        return ""
+    return f" --chat-template-kwargs {shlex.quote(json.dumps(modes[0].variables))}"
 
 
 def licence_of(folder: Path) -> Licence | None:

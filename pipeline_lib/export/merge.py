@@ -41,7 +41,7 @@ from pipeline_lib.data.template_worker import end_of_turn
 from pipeline_lib.export.adapter import ADAPTER_FOLDER, adapter_code, export_adapter
 from pipeline_lib.export.card import HUBS, adapter_card, licence_of, model_card
 from pipeline_lib.export.fold import Fold, plan_fold
-from pipeline_lib.export.proof import device_for, prove
+from pipeline_lib.export.proof import REFUSED, device_for, prove
 from pipeline_lib.export.write import Buffers, Entry, finite, write_files
 from pipeline_lib.lineage.record import LINEAGE_NAME, lineage_of, parse_manifest
 from pipeline_lib.model.build import DTYPES
@@ -58,7 +58,6 @@ UNPROVEN = (
 )
 # refer to the base's own code, which is not exported
 CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})
-REFUSED = "refused"  # the folder of the run's directory with a model that the proof refused
 
 
 def run(job: Job) -> dict[str, Any]:

@@ -58,6 +58,7 @@ from pipeline_lib.records.merge import Parity
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.saved_tensors import SavedTensor, fill_saved, find_saved
 
+REFUSED = "refused"  # the folder of the run's directory with a model that the proof refused
 # By what `python -m benchmarks.merges` measured (benchmarks/RESULTS.md).
 # beyond rounding, relative to the tensor's root mean square: fp32 sums in another order
 VALUE_TOLERANCE = 1e-5
@@ -377,19 +378,28 @@ def _beginning(block: Block, tokens: int) -> Block:
     return Block(block.tokens[:tokens], block.supervised[:tokens], block.documents[:tokens])
 
 
-def compare_logits(reference: Reference, device: torch.device) -> dict[str, Any]:
-    """Return `judge`'s figures for the trained model's logits, and rounding's effect.
+def probe_on(device: torch.device, trained: Path) -> tuple[Block, Tensor, Tensor]:
+    """Return the block of the probe in `trained`, the positions [K] and the logits [K, V] there.
 
-    The effect is that on the exported model's logits. Raises TrainingError if the trained weights
-    with the exported config.json do not give the logits of the probe.
+    On CPUs that is its beginning.
     """
-    block, expected = load_probe(reference.trained)
+    block, expected = load_probe(trained)
     positions = probe_positions(make_batch([block]))
     if device.type == "cpu":  # logits depend on earlier tokens alone
         compared = max(int((positions < _NOISE_TOKENS).sum()), _LEAST_POSITIONS)
         positions = positions[:compared]
         expected = expected[:compared]
         block = _beginning(block, int(positions[-1]) + 1)
+    return block, positions, expected
+
+
+def compare_logits(reference: Reference, device: torch.device) -> dict[str, Any]:
+    """Return `judge`'s figures for the trained model's logits, and rounding's effect.
+
+    The effect is that on the exported model's logits. Raises TrainingError if the trained weights
+    with the exported config.json do not give the logits of the probe.
+    """
+    block, positions, expected = probe_on(device, reference.trained)
     start = _beginning(block, _NOISE_TOKENS)
     both = torch.cat([positions, probe_positions(make_batch([start]))])
     (logits,) = reference.streamed(torch.float32, device).probe_logits(block, positions=both)

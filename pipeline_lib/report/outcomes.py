@@ -139,12 +139,15 @@ def tell_results(dag: Dag, say: Say) -> None:
     rows = [("verdict", evaluation.verdict.text)]
     if verdict := ship_verdict_of(experiment, dag.store):
         rows.append(("ship", verdict.text))
-    links = [product.link for product in PRODUCTS.values()]
-    rows += [(Path(link).stem, str(RESULTS / experiment.name / link)) for link in links]
+    for part, product in PRODUCTS.items():
+        if part in experiment.specs:
+            name = Path(product.link).stem
+            rows.append((name, str(RESULTS / experiment.name / product.link)))
     rows.append(("chat", f"qwen3 chat {shlex.quote(experiment.name)}"))
     rows += [("call", line) for line in how_to_call(modes_in(tokenize))]
+    width = max(len(name) for name, _ in rows)
     for name, text in rows:
-        say(f"{name:7}  {text}")
+        say(f"{name:{width}}  {text}")
 
 
 def ship_verdict_of(experiment: Experiment, store: Store) -> ShipVerdict | None:

@@ -18,7 +18,7 @@ from pipeline_lib.config.halving import (
     read_halving,
     rung_digests,
 )
-from pipeline_lib.config.stages import PRODUCTS
+from pipeline_lib.config.stages import PRODUCTS, stage_of
 from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.files import unreadable_named
 from pipeline_lib.core.store import Ref, Spec, Store
@@ -164,7 +164,7 @@ def newest_with(part: str, configs: Sequence[Frozen], store: Store) -> Frozen:
     `configs` has the newest first. Raises Unreadable.
     """
     for one in configs:
-        if part in one.parts and store.is_sealed(Ref(part, one.parts[part])):
+        if part in one.parts and store.is_sealed(Ref(stage_of(part), one.parts[part])):
             return one
     return configs[0]
 
@@ -197,7 +197,8 @@ def _frozen(path: Path, frozen_at: float) -> Frozen:
 
 def missing_products(experiment: Frozen, store: Store) -> list[Ref]:
     """Return the `PRODUCTS` of the experiment that are not there."""
-    refs = [Ref(part, experiment.parts[part]) for part in PRODUCTS if part in experiment.parts]
+    made = [part for part in PRODUCTS if part in experiment.parts]
+    refs = [Ref(stage_of(part), experiment.parts[part]) for part in made]
     return [ref for ref in refs if not store.is_sealed(ref)]
 
 

@@ -24,6 +24,7 @@ from pipeline_lib.slurm.cluster import NodeGroup
 from pipeline_lib.slurm.request import JobRequest
 from pipeline_lib.slurm.site import Site
 from pipeline_lib.slurm.sizing import too_long_evaluation
+from pipeline_lib.workflow.exports import on_export
 from pipeline_lib.workflow.rows import on_rows
 
 Ask = Callable[[Config], Iterable[Finding]]
@@ -59,7 +60,7 @@ def _wrong(config: Config, store: Store) -> list[Finding]:
         read_content(config, Path(), None)
     except ConfigError as error:
         found += refusals(error.problems)
-    return [*found, *wrong_with(config, store)]
+    return [*found, *wrong_with(config, store), *on_export(config, store)]
 
 
 def refuse_wrong(config: Config, store: Store) -> None:

@@ -92,7 +92,9 @@ class TinyServer:
             "message": {"role": "assistant", "content": text},
             "finish_reason": "stop" if has_ended else "length",
         }
-        if "logprobs" in self.offers and body.get("logprobs"):
+        # as llama-cpp-python's server: others do without the second
+        is_asked = body.get("logprobs") and body.get("top_logprobs")
+        if "logprobs" in self.offers and is_asked:
             nats = self.nats(prompt + tokens)[len(prompt) :]
             texts = [self.tokenizer.decode([token]) for token in tokens]
             content = [

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.config.compile import run_digest
-from pipeline_lib.config.dag import Dag
+from pipeline_lib.config.dag import Dag, link_results
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError, IntegrityError
 from pipeline_lib.core.store import Store
@@ -102,6 +102,24 @@ def test_what_would_be_ignored_is_refused(dag: Dag, tmp_path: Path) -> None:
 def test_all_asks_for_whatever_results_point_at(dag: Dag) -> None:
     assert dag.products() == [dag.pointer("report"), dag.pointer("merge")]
     assert dag.products(going=()) == []
+
+
+def test_each_export_that_is_asked_for_is_a_result(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"{CONFIG}export: [gguf-q8_0, gguf-f16]\n")
+    store = Store(tmp_path / "store")
+    dag = Dag.compile([str(path)], {}, store)
+    exports = [dag.pointer("gguf-f16"), dag.pointer("gguf-q8_0")]
+    assert dag.products() == [dag.pointer("report"), *exports, dag.pointer("merge")]
+    for kind in ("gguf-f16", "gguf-q8_0"):
+        spec = dag.experiment.specs[kind]
+        assert (spec.stage, spec.settings) == ("export", {"type": kind, "format": 3})
+        sealed = store.sealed(spec.ref)
+        sealed.mkdir(parents=True)
+        (sealed / "manifest.json").write_text("{}")
+    links = link_results(dag.experiment, store, tmp_path / "results")
+    assert links.keys() == {"gguf-f16", "gguf-q8_0"}
+    assert links["gguf-f16"].resolve() == store.sealed(dag.experiment.ref("gguf-f16")).resolve()
 
 
 @pytest.fixture

@@ -26,5 +26,5 @@ def test_parts_are_in_the_order_of_their_stages_and_sources_in_that_of_their_num
 
 def test_what_follows_from_a_stage_is_what_reads_it() -> None:
     assert onwards("plan") == ("plan",), "the training does not read it"
-    assert onwards("train") == ("train", "merge", "evaluate", "report")
+    assert onwards("train") == ("train", "merge", "export", "evaluate", "benchmark", "report")
     assert onwards("download") == tuple(STAGES)

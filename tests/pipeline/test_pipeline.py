@@ -263,3 +263,28 @@ def test_a_store_elsewhere_is_shared_by_two_clones(finished: Project, tmp_path: 
     other = Project(tmp_path)
     other.environment["PIPELINE_STORE"] = str(finished.store.root)
     assert "Nothing to be done" in other.snakemake().stdout
+
+
+def test_an_export_is_made_of_a_finished_model_and_its_files_are_named(restored: Project) -> None:
+    kinds = ("gguf-f16", "gguf-q8_0")
+    restored.config.write_text(f"{restored.config.read_text()}export: [{', '.join(kinds)}]\n")
+    done = restored.run("python", "-m", "pipeline_lib", "run", "config/config.yaml")
+    experiment = restored.experiment()
+    made = {path.name for path in restored.store.root.glob("export/*") if path.is_dir()}
+    assert made == {experiment.ref(kind).digest for kind in kinds}
+    hashes = {}
+    for kind in kinds:
+        folder = restored.root / "results" / "small" / kind
+        name = f"model-{kind.removeprefix('gguf-')}.gguf"
+        names = {path.name for path in folder.iterdir()}
+        assert names == {name, "Modelfile", "README.md", "parity.json", "manifest.json"}
+        assert re.search(rf"^{kind} +results/small/{kind}$", done.stdout, re.MULTILINE)
+        manifest = restored.manifest(kind)
+        assert set(manifest["inputs"]) == {"merge", "train"}
+        hashes[kind] = manifest["files"][name]["sha256"]
+    shutil.rmtree(restored.store.root / "export")
+    assert executed(restored.snakemake().stdout) == ["export", "export"]
+    for kind in kinds:
+        files = restored.manifest(kind)["files"]
+        assert hashes[kind] in {entry["sha256"] for entry in files.values()}
+    assert "Nothing to be done" in restored.snakemake("-n").stdout

@@ -18,6 +18,21 @@ use rule shard_stage as merge_stage with:
         gpus=gpus_of("merge"),
 
 
+use rule merge_stage as export_stage with:
+    output:
+        f"{STORE.root}/export/{{digest}}.ok",
+    log:
+        "logs/export/{digest}.log",
+    benchmark:
+        "logs/benchmark/export/{digest}.tsv"
+    priority: 0
+    resources:
+        **stage_job("export"),
+    params:
+        stage="export",
+        gpus=gpus_of("merge"),
+
+
 use rule shard_stage as evaluate_stage with:
     output:
         f"{STORE.root}/evaluate/{{digest}}.ok",
