@@ -16,13 +16,11 @@ class StrategyRow:
 
     `keys` are those of `train` that work with it and not with every strategy; of a key that has
     other values too, the one that is meant stands behind it. `offloads` are the values of
-    `train.offload`. `cost` is by how much a step is expected to be slower than with ddp, as a
-    fraction; only the order matters.
+    `train.offload`.
     """
 
     keys: frozenset[str]
     offloads: tuple[str, ...]
-    cost: float
     uses_deepspeed: bool = False
 
 
@@ -35,22 +33,18 @@ STRATEGIES: Mapping[str, StrategyRow] = {
     "ddp": StrategyRow(
         keys=_OF_TORCH | _OF_LAYERS | {"local_sgd_steps", "gradient_compression: powersgd"},
         offloads=("none",),
-        cost=0.0,
     ),
-    "fsdp": StrategyRow(keys=_OF_FSDP, offloads=("none", "optimizer+params"), cost=0.03),
-    "hsdp": StrategyRow(
-        keys=_OF_FSDP | {"shard_ranks"}, offloads=("none", "optimizer+params"), cost=0.02
-    ),
+    "fsdp": StrategyRow(keys=_OF_FSDP, offloads=("none", "optimizer+params")),
+    "hsdp": StrategyRow(keys=_OF_FSDP | {"shard_ranks"}, offloads=("none", "optimizer+params")),
     "zero1": StrategyRow(
-        keys=_OF_ZERO | _OF_LAYERS, offloads=("none", "optimizer"), cost=0.04, uses_deepspeed=True
+        keys=_OF_ZERO | _OF_LAYERS, offloads=("none", "optimizer"), uses_deepspeed=True
     ),
     "zero2": StrategyRow(
-        keys=_OF_ZERO | _OF_LAYERS, offloads=("none", "optimizer"), cost=0.05, uses_deepspeed=True
+        keys=_OF_ZERO | _OF_LAYERS, offloads=("none", "optimizer"), uses_deepspeed=True
     ),
     "zero3": StrategyRow(
         keys=_OF_ZERO,
         offloads=("none", "optimizer", "optimizer+params"),
-        cost=0.07,
         uses_deepspeed=True,
     ),
 }

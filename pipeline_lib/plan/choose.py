@@ -13,7 +13,7 @@ from pipeline_lib.core.errors import DataError
 from pipeline_lib.plan.case import Case
 from pipeline_lib.plan.context import sharing_counts
 from pipeline_lib.plan.legal import OFFLOAD, RECOMPUTE, is_legal, rank_counts, ways_of
-from pipeline_lib.plan.machine import End
+from pipeline_lib.plan.machine import End, Machine
 from pipeline_lib.plan.near import NEAR, NEAR_ASSUMED, NearMiss, missed
 from pipeline_lib.plan.passes import COMPILE_S
 from pipeline_lib.plan.predict import Prediction, has_room_on_host, memory_of, predict_step
@@ -92,12 +92,11 @@ class WayNeeds:
         fits: Mask = self._of_memory[3] > 0
         return fits
 
-    def fits_on_host(self, factor: float = 1.0) -> Mask:
-        """Whether a host of `factor` times the size has the memory.
+    def fits_on_host(self, machine: Machine, factor: float = 1.0) -> Mask:
+        """Whether a host of `machine`, of `factor` times the size, has the memory.
 
         An assumed size is only for what is offloaded: it refuses no run that merely has to start.
         """
-        machine = self.case.machine
         limit = machine.host_limit_bytes
         if limit is None:
             return np.ones(len(self.ways), np.bool_)
@@ -107,7 +106,7 @@ class WayNeeds:
     @cached_property
     def fits(self) -> Mask:
         """Whether GPUs and hosts have the memory."""
-        return self.fits_on_gpu & self.fits_on_host()
+        return self.fits_on_gpu & self.fits_on_host(self.case.machine)
 
     @cached_property
     def is_near(self) -> Mask:
@@ -117,7 +116,7 @@ class WayNeeds:
             return self.fits
         factor = 1 + (NEAR_ASSUMED if machine.is_host_assumed else NEAR)
         has_gpu = self.gpu_bytes <= machine.gpu_memory_bytes * (1 + NEAR)
-        return self.fits | (has_gpu & self.fits_on_host(factor))
+        return self.fits | (has_gpu & self.fits_on_host(machine, factor))
 
     @cached_property
     def _of_time(self) -> Column:
@@ -215,7 +214,7 @@ class WayNeeds:
         if not len(rows):
             return None
         rows = rows[self.step_s[rows] <= self.step_s[rows].min() * (1 + AS_GOOD)]
-        host = np.where(self.fits_on_host(), 0.0, self.host_bytes)[rows]
+        host = np.where(self.fits_on_host(self.case.machine), 0.0, self.host_bytes)[rows]
         order = (*self.simplicity[::-1, rows], self.gpu_bytes[rows], host)
         return int(rows[np.lexsort(order)[0]])
 

@@ -13,9 +13,11 @@ from pipeline_lib.core.files import json_text
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.text import cut
+from pipeline_lib.plan.amounts import expected_workload
 from pipeline_lib.plan.answer import Answer, answer, question_of
 from pipeline_lib.plan.formulas import explain
 from pipeline_lib.plan.known import learn_architecture
+from pipeline_lib.plan.packed import before_packing
 from pipeline_lib.plan.rent import read_offers, rows_of, table_of
 from pipeline_lib.plan.show import render, render_what_if
 from pipeline_lib.plan.steps import estimated_steps
@@ -138,6 +140,11 @@ def _answer(
             question = replace(question, estimated=estimated)
         if problems := list(question.geometry.problems(config.train, config.shard.block_tokens)):
             raise ConfigError(str(path), problems)
-        return answer(question, is_explained)
+        found = answer(question, is_explained)
     except ConfigError as error:
         raise ConfigError(str(path), error.problems) from error
+    if not is_explained or document_tokens is not None:
+        return found
+    expected = expected_workload(config, question.geometry.vocab)
+    words = replace(found.content.words, before_packing=before_packing(question, found, expected))
+    return replace(found, content=replace(found.content, words=words))

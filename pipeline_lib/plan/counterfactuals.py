@@ -78,22 +78,22 @@ class Change:
 def advice(choice: Choice, case: Case) -> list[Change]:
     """Return up to AT_MOST changes that help, the largest gain first.
 
-    If the run does not fit, only what the plan would choose without other keys is of use.
+    There are none for a run that does not fit: plan/fitting.py says what would.
     """
     chosen = choice.chosen
-    asked = list(_freed(case))
-    if chosen.fits:
-        asked += _others(chosen, case)
+    if not chosen.fits:
+        return []
+    asked = [*_freed(case), *_others(chosen, case)]
     found: dict[str, list[Change]] = {}
     for number, one in enumerate(asked):
         then = fastest(one.case)
         if then is None:
             continue
         change = _answered(one, then, chosen, case)
-        if change.gain >= WORTH_SAYING or not chosen.fits:
+        if change.gain >= WORTH_SAYING:
             found.setdefault(one.group or str(number), []).append(change)
     told = [_mildest(changes) for changes in found.values()]
-    if chosen.fits and not case.workload.is_assumed:
+    if not case.workload.is_assumed:
         told += _longer_blocks(case)
     return sorted(told, key=lambda change: -change.gain)[:AT_MOST]
 

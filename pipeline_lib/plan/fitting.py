@@ -1,53 +1,76 @@
-"""What has to change if no way to train fits: settings, or a larger cluster.
+"""What would fit: changes of the config or the machine with which a training has enough memory.
 
-It considers memory alone, which is quick: every call of snakemake checks it.
+A change is tried by asking the same question again, as in plan/counterfactuals.py. Changes of the
+config come first, of these those that train the same; then more host memory, and larger clusters.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import product, takewhile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline_lib.arch.layers import can_keep_attention, is_sharded
+import numpy as np
+
+from pipeline_lib.arch.layers import can_keep_attention, keeps_on_host
 from pipeline_lib.config.optimizers import ADAPTERS, DEFAULT, OPTIMIZERS
 from pipeline_lib.config.train import AUTO, Train, in_file
 from pipeline_lib.core import units
 from pipeline_lib.core.units import from_gigabytes, gib, gigabytes
 from pipeline_lib.plan.case import Case
-from pipeline_lib.plan.choose import WayNeeds, fits_somehow, leanest
+from pipeline_lib.plan.choose import WayNeeds, best_way, fits_somehow, leanest
 from pipeline_lib.plan.context import allowed_counts
+from pipeline_lib.plan.counterfactuals import Counterfactual
 from pipeline_lib.plan.gpus import find_gpu, gpu_names
-from pipeline_lib.plan.legal import OFFLOAD, rank_counts
+from pipeline_lib.plan.legal import rank_counts
 from pipeline_lib.plan.machine import Machine
-from pipeline_lib.plan.predict import fits, host_bytes_of_node, lacks_host_memory
-from pipeline_lib.plan.remedies import STAND_INS, Load, Remedy, remedies
+from pipeline_lib.plan.predict import host_bytes_of_node
+from pipeline_lib.plan.ways import Mask, Ways
 from pipeline_lib.plan.workload import free_keys
 from pipeline_lib.records.plan import TO_A_BLOCK, Memory
 
 MOST_PER_NODE, MOST_NODES = 8, 512
-_ANY_BYTES = 2**62
+ANY_BYTES = 2**62  # of host memory: as much as it takes
+AT_MOST = 3  # changes that train the same
+# A change that includes another is told if it trains so many times as fast.
+_WORTH_MORE = 2.0
 # sources of a rate that is known rather than assumed
 _BETWEEN_NODES = ("cluster.internode_gbit_s", "measured")
+# Keys that say how the same is trained, in the order in which a change names them.
+_PLACEMENT = (
+    "strategy",
+    "shard_ranks",
+    "context_ranks",
+    "micro_batch_blocks",
+    "recompute",
+    "kept_attention_layers",
+    "offload",
+    "offload_activations",
+    "reshard",
+    "compile",
+)
+_BASE = "lora.base"
+# What else may be trained, the mildest first, and what that changes.
+_TRAININGS: tuple[tuple[Mapping[str, Any], str], ...] = (
+    ({"method": "lora"}, "trains adapters instead"),
+    ({"method": "lora", _BASE: "nf4"}, "trains adapters on a frozen base in 4 bits"),
+    *(
+        ({"optimizer": name}, "another optimizer, so another run")
+        for name, row in OPTIMIZERS.items()
+        if row.is_stand_in
+    ),
+)
 
 
 def what_would_fit(case: Case) -> list[str]:
-    """Return what to change if nothing fits, as sentences: settings, and the smallest cluster."""
-    found = [
-        *_with_less_offloaded(case),
-        *(_freed(case) if case.train.strategy == AUTO else _remedies(case)),
-        *_with_less_kept(case),
-        *_in_4_bits(case),
-        *_in_parts(case),
-    ]
-    sentences = [f"this would fit: {text}" for text in found]
+    """Return what to change if nothing fits, as sentences; there is at least one."""
+    sentences = [f"this would fit: {_in_words(remedy)}" for remedy in remedies_of(case)]
     if cluster := smallest_cluster(case):
         sentences.append(f"the smallest cluster that would do: {cluster}")
-    if case.train.strategy != AUTO and not sentences:
-        sentences += _with_another_strategy(case)
     if sentences:
         return sentences
+    if case.train.strategy != AUTO and (cluster := smallest_cluster(_with_any_strategy(case))):
+        return [f"with train.strategy: auto, the smallest cluster that would do: {cluster}"]
     block = (
         f"no number of GPUs would do: one block of {case.workload.block_tokens} tokens needs more "
         "memory"
@@ -60,180 +83,217 @@ def what_would_fit(case: Case) -> list[str]:
     return [f"{block} than a GPU has; {remedy}"]
 
 
-def _with_another_strategy(case: Case) -> Iterator[str]:
-    """Yield what `strategy: auto` would need if a strategy cannot train the model on any GPUs."""
+def _with_any_strategy(case: Case) -> Case:
+    """Return the case with `strategy: auto`, which keeps a given number of ranks to a block."""
     kept = () if case.train.context_ranks == AUTO else ("context_ranks",)
-    free = replace(_with(case, strategy=AUTO), held=(*case.held, *kept))
-    way = leanest(free)
-    if way is not None and fits(way[1], case.machine):
-        yield f"this would fit: train.strategy: auto{_on_host(way[1], case.machine)}"
-    elif cluster := smallest_cluster(free):
-        yield f"with train.strategy: auto, the smallest cluster that would do: {cluster}"
+    auto = case.by(case.train.model_copy(update={"strategy": AUTO}))
+    return replace(auto, held=(*case.held, *kept))
 
 
-def _with(case: Case, **changes: Any) -> Case:
-    """Return the case with other values of keys of `train`."""
-    return case.by(case.train.model_copy(update=changes))
+@dataclass(frozen=True, kw_only=True)
+class Remedy(Counterfactual):
+    """A counterfactual that fits: new values of keys of `train`, and the host memory of a node.
 
-
-def _remedies(case: Case) -> Iterator[str]:
-    """Yield other values of given keys, and the host memory that suffices without them.
-
-    Keys that the plan may choose already have their leanest value.
+    A key with None is left out; `memory_gb` is None if the nodes have enough. `cost_s` is what the
+    choice compares (WayNeeds).
     """
-    machine = case.machine
-    device_bytes = machine.gpu_memory_bytes or 0
-    lean: dict[str, Any] = {"recompute": "full"} if case.train.recompute == AUTO else {}
-    found: list[Remedy] = []
-    for count in rank_counts(case):
-        train = case.train.model_copy(update={**lean, "context_ranks": count})
-        if _chooses_kept(case, train):
-            train = train.model_copy(update={"kept_attention_layers": 0})
-        load = Load(case.geometry, train, case.ranks, case.workload.block_tokens, case.batch_blocks)
-        found = found or remedies(load, device_bytes, ratio=1.0, has_deepspeed=case.has_deepspeed)
-    found = [replace(remedy, is_least=_may_need_more(case, remedy.changes)) for remedy in found]
-    alone = _more_host_memory(case)
 
-    def lacks_host(remedy: Remedy) -> bool:
-        return lacks_host_memory(remedy.memory, machine)
+    keys: Mapping[str, Any]
+    memory_gb: int | None
+    cost_s: float
 
-    first = list(
-        takewhile(lambda remedy: not lacks_host(remedy) and not remedy.is_other_training, found)
-    )
-    yield from (f"{remedy}{_on_host(remedy.memory, machine)}" for remedy in first)
-    if alone is not None:
-        yield host_memory(alone)
-    for remedy in found[len(first) :]:
-        needed_bytes = host_bytes_of_node(remedy.memory, machine)
-        if not lacks_host(remedy):
-            yield f"{remedy}{_on_host(remedy.memory, machine)}"
-        elif alone is None or _in_gb(needed_bytes) < _in_gb(alone):
-            yield f"{remedy} and {host_memory(needed_bytes)}"
+    def includes(self, other: "Remedy") -> bool:
+        """Return whether it sets all keys that `other` sets, if to other values."""
+        own_gb = self.memory_gb or 0
+        other_gb = other.memory_gb or 0
+        return own_gb >= other_gb and self.keys.keys() >= other.keys.keys()
+
+    def with_memory(self, needed_bytes: int) -> str:
+        """Return it with the memory that a rank then needs, and with what else is trained."""
+        effect = f"; {self.effect}" if self.effect else ""
+        rank = "GPU" if self.case.machine.is_gpu else "rank"
+        return f"{self.what}  ({gib(needed_bytes)} a {rank}{effect})"
 
 
-def _chooses_kept(case: Case, train: Train) -> bool:
-    """Return whether the plan may choose how many layers keep attention's results."""
-    can_keep = can_keep_attention(train, case.workload.block_tokens)
-    return train.kept_attention_layers == AUTO and can_keep
+def _written(keys: Mapping[str, Any], memory_gb: int | None) -> str:
+    """Return a change as it is written in a config."""
+    values = []
+    for key, value in keys.items():
+        as_written = str(value).lower() if isinstance(value, bool) else value
+        if value is not None:
+            values.append(f"{in_file(key)}: {as_written}")
+    left_out = [in_file(key) for key, value in keys.items() if value is None]
+    texts = [", ".join(values)] if values else []
+    if left_out:
+        them = "it" if len(left_out) == 1 else "them"
+        texts.append(f"{' and '.join(left_out)} left out, so that the plan chooses {them}")
+    if memory_gb is not None:
+        texts.append(f"cluster.memory_gb: {memory_gb}, if the nodes have as much")
+    return " and ".join(texts)
 
 
-def _may_need_more(case: Case, changes: dict[str, Any]) -> bool:
-    """Return whether the plan still chooses keys that need memory after these changes."""
-    changed = case.train.model_copy(update=changes)
-    keys = ("recompute", "reshard") if is_sharded(changed) else ("recompute",)
-    is_open = any(getattr(changed, key) == AUTO for key in keys)
-    return is_open or _chooses_kept(case, changed)
+def _in_words(remedy: Remedy) -> str:
+    """Return the remedy with the memory of what the plan then chooses, and what else is trained."""
+    way = best_way(remedy.case)
+    machine = remedy.case.machine
+    return f"{remedy.with_memory(way.memory.total_bytes)}{_on_host(way.memory, machine)}"
 
 
-def _with_less_offloaded(case: Case) -> Iterator[str]:
-    """Yield less offloading than configured, if the host lacks memory that the GPUs have."""
+def remedies_of(case: Case) -> list[Remedy]:
+    """Return the changes of `train` and of the host's memory with which the training fits.
+
+    Up to AT_MOST train the same, and one each of those that train something else. Those of the
+    config alone come first. One that includes another is there only if it gains much.
+    """
+    found = _fitting(case, {}, "")
+    for keys, other, effect in other_trainings(case):
+        for remedy in _fitting(other, keys, effect)[:1]:
+            if _is_worth_more(remedy, found):
+                found.append(remedy)
+    return sorted(found, key=lambda remedy: remedy.memory_gb is not None)
+
+
+def _is_worth_more(remedy: Remedy, others: Sequence[Remedy]) -> bool:
+    """Return whether it includes none of the others, or is much faster with the host memory there is."""
+    least_s = remedy.cost_s * _WORTH_MORE if remedy.memory_gb is None else math.inf
+    return not any(remedy.includes(other) and other.cost_s < least_s for other in others)
+
+
+def other_trainings(case: Case) -> Iterator[tuple[Mapping[str, Any], Case, str]]:
+    """Yield the keys, the case and the effect of each other training that the model allows."""
     train = case.train
-    machine = case.machine
-    way = leanest(case)
-    if not machine.is_gpu or way is None or not lacks_host_memory(way[1], machine):
-        return
-    # else the key is to be left out
-    less = OFFLOAD[: OFFLOAD.index(train.offload)] if train.strategy != AUTO else ()
-    places = [train.offload_activations]
-    if train.offload_activations is True:
-        places.append(False)
-    for away, offload in product(places, [*less, train.offload]):
-        changes = {"offload": offload, "offload_activations": away}
-        changes = {key: value for key, value in changes.items() if value != getattr(train, key)}
-        changed = leanest(_with(case, **changes)) if changes else None
-        if changed is not None and fits(changed[1], machine):
-            memory = changed[1]
-            is_least = _may_need_more(case, changes)
-            remedy = Remedy(changes, memory, memory.total_bytes, 0.0, is_least)
-            yield f"{remedy}{_on_host(memory, machine)}"
-            return
+    for wanted, effect in _TRAININGS:
+        keys = {key: value for key, value in wanted.items() if _value(train, key) != value}
+        if "method" in keys and ADAPTERS in OPTIMIZERS[train.optimizer].refuses:
+            keys["optimizer"] = DEFAULT
+        lora = train.lora.model_copy(update={"base": keys.get(_BASE, train.lora.base)})
+        plain = {key: value for key, value in keys.items() if key != _BASE}
+        other = train.model_copy(update={**plain, "lora": lora})
+        problems = case.geometry.problems(other, case.workload.block_tokens)
+        if keys and next(problems, None) is None:
+            yield keys, case.by(other), effect
 
 
-def _freed(case: Case) -> Iterator[str]:
-    alone = _more_host_memory(case)
-    for key in case.held:
-        others = [other for other in case.held if other != key]
-        if key != "context_ranks" and fits_somehow(replace(case, held=others)):
-            yield f"{in_file(key)} left out, so that the plan chooses it"
-    for changes, note in _other_trainings(case.train):
-        other = _with(case, **changes)
-        if other.train == case.train:
-            continue
-        if fits_somehow(other):
-            yield f"{listed(changes)}  ({note}){_least_on_host(other)}"
-            continue
-        more = _more_host_memory(other)
-        if more is not None and (alone is None or _in_gb(more) < _in_gb(alone)):
-            yield f"{listed(changes)}  ({note}) and {host_memory(more)}"
-    if alone is not None:
-        yield host_memory(alone)
+def _value(train: Train, key: str) -> Any:
+    return train.lora.base if key == _BASE else getattr(train, key)
 
 
-def _other_trainings(train: Train) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield changes that train something else, each with a note: other optimizers, or adapters."""
-    for name in STAND_INS:
-        yield {"optimizer": name}, "another optimizer, so another run"
-    yield to_adapters(train), "trains adapters instead"
+# Other ways to train the same. The table of ways has them all, once every key is left open: a
+# change is what a way has other values of than the config.
 
 
-def to_adapters(train: Train) -> dict[str, Any]:
-    """Return the changes that train adapters, by another optimizer if this one cannot."""
-    changes = {} if train.method == "lora" else {"method": "lora"}
-    if ADAPTERS in OPTIMIZERS[train.optimizer].refuses:
-        changes["optimizer"] = DEFAULT
-    return changes
+def opened(case: Case) -> Case:
+    """Return the case with all that says how the same is trained left to the plan."""
+    keys = {**dict.fromkeys(_PLACEMENT, AUTO), "shard_ranks": None, "micro_batch_blocks": 1}
+    held = [key for key in case.held if key not in _PLACEMENT]
+    return replace(case.by(case.train.model_copy(update=keys)), held=held)
 
 
-def listed(changes: dict[str, Any]) -> str:
-    """Return changes of `train` as they are written."""
-    return ", ".join(f"train.{key}: {value}" for key, value in changes.items())
+def _fitting(case: Case, keys: Mapping[str, Any], effect: str) -> list[Remedy]:
+    """Return up to AT_MOST changes of placement with which `case`, changed by `keys`, fits.
+
+    Those of the fewest keys come first, of these the fastest. Of the same keys it is the change
+    that the plan would choose. More host memory counts as a key.
+    """
+    roomy = replace(case.machine, host_memory_bytes=ANY_BYTES)
+    needs = WayNeeds.of(replace(opened(case), machine=roomy))
+    given = _given_keys(case)
+    lacks_host = ~needs.fits_on_host(case.machine)
+    differing = np.array([*(_differs(needs.ways, case, key) for key in given), lacks_host])
+    # the keys that each way changes, as the bits of a number
+    changed = (1 << np.arange(len(differing))) @ differing
+    best = [needs.best(changed == one) for one in np.unique(changed[needs.fits])]
+    rows = [row for row in best if row is not None]
+    rows.sort(key=lambda row: (int(changed[row]).bit_count(), needs.cost_s[row]))
+    found: list[Remedy] = []
+    for row in rows:
+        placed = _placed(needs.ways.train(row), case, given, differing[:, row])
+        then = _changed(case, placed)
+        memory_gb = None
+        if lacks_host[row]:
+            memory_gb = _least_host_gb(replace(then, machine=roomy))
+            enough = replace(case.machine, host_memory_bytes=from_gigabytes(memory_gb))
+            then = replace(then, machine=enough)
+        remedy = Remedy(
+            what=_written({**keys, **placed}, memory_gb),
+            case=then,
+            effect=effect,
+            keys={**keys, **placed},
+            memory_gb=memory_gb,
+            cost_s=float(needs.cost_s[row]),
+        )
+        if _is_worth_more(remedy, found) and fits_somehow(remedy.case):
+            found.append(remedy)
+    return found[:AT_MOST]
 
 
-def _in_4_bits(case: Case) -> Iterator[str]:
-    """Yield adapters on a 4-bit base if the GPUs have memory for these but not for unquantized."""
-    changes = to_adapters(case.train)
-    train = case.train.model_copy(update=changes)
+def leanest_remedy(case: Case, keys: Mapping[str, Any], effect: str) -> Remedy | None:
+    """Return the change of placement that needs least memory, beside `keys`, even if nothing fits.
 
-    def fits_without_host(train: Train) -> bool:
-        needs = WayNeeds.of(case.by(train), is_lean=True)
-        return len(needs.ways) > 0 and bool((needs.fits & ~needs.put_on_host).any())
-
-    if case.geometry.expert_layers or not case.machine.is_gpu or fits_without_host(train):
-        return
-    lora = train.lora.model_copy(update={"base": "nf4"})
-    if fits_without_host(train.model_copy(update={"lora": lora})):
-        keys = listed(changes | {"lora.base": "nf4"})
-        yield f"{keys}  (keeps the frozen base in 4 bits)"
-
-
-def _in_parts(case: Case) -> Iterator[str]:
-    """Yield the fewest ranks that fit by sharing each block, where they can and the config says."""
-    if "context_ranks" in free_keys(case.train, case.held):
-        return
-    held = [key for key in case.held if key != "context_ranks"]
-    way = leanest(replace(_with(case, context_ranks=AUTO), held=held))
-    if way is not None and fits(way[1], case.machine):
-        yield f"train.context_ranks: {way[0].context_ranks}  (as many ranks share each block)"
-
-
-def _with_less_kept(case: Case) -> Iterator[str]:
-    """Yield `kept_attention_layers: auto` if that fits, where the config gives a number."""
-    other = _with(case, kept_attention_layers=AUTO)
-    if other.train != case.train and fits_somehow(other):
-        yield "train.kept_attention_layers: auto  (more layers compute their attention again)"
-
-
-def _more_host_memory(case: Case) -> int | None:
-    """Return the least host memory of a node, in bytes, for these GPUs; None if none suffices."""
-    return _least_host_bytes(on(case, replace(case.machine, host_memory_bytes=_ANY_BYTES)))
-
-
-def _least_host_bytes(case: Case) -> int | None:
-    """Return the least host memory of a node with which a way fits; None if none does."""
-    needs = WayNeeds.of(case, is_lean=True)
-    if not len(needs.ways) or not needs.fits.any():
+    It is None if no way to train is legal.
+    """
+    needs = WayNeeds.of(opened(case))
+    if not len(needs.ways):
         return None
-    return math.ceil(float(needs.host_bytes[needs.fits].min()))
+    row = needs.leanest(needs.every())
+    given = _given_keys(case)
+    differing = np.array([_differs(needs.ways, case, key)[row] for key in given])
+    placed = _placed(needs.ways.train(row), case, given, differing)
+    return Remedy(
+        what=_written({**keys, **placed}, None),
+        case=_changed(case, placed),
+        effect=effect,
+        keys={**keys, **placed},
+        memory_gb=None,
+        cost_s=math.inf,
+    )
+
+
+def _given_keys(case: Case) -> list[str]:
+    """Return the keys of _PLACEMENT that the plan has to keep."""
+    free = free_keys(case.train, case.held)
+    return [key for key in _PLACEMENT if key not in free and getattr(case.train, key) != AUTO]
+
+
+def _differs(ways: Ways, case: Case, key: str) -> Mask:
+    """Return which ways have another value of a key than the config; one without effect is none."""
+    train = case.train
+    now = getattr(train, key)
+    if key == "micro_batch_blocks":
+        return np.asarray(ways.micro_batch_blocks != now)
+    if key == "kept_attention_layers":
+        tokens = case.workload.block_tokens
+        can_keep = ways.which(lambda way: can_keep_attention(way, tokens), "recompute")
+        return np.asarray(can_keep & (ways.kept_layers != now))
+    if key == "shard_ranks" and train.strategy == "hsdp" and now is None:
+        now = case.ranks.per_node
+    if key == "offload_activations":
+        now = keeps_on_host(train)
+    return ways.which(lambda way: getattr(way, key) != now, key)
+
+
+def _placed(way: Train, case: Case, given: Sequence[str], differing: Mask) -> dict[str, Any]:
+    """Return the given keys that differ, with the values of a way.
+
+    With `strategy: auto` they are to be left out: their value is None.
+    """
+    keys = [key for key, differs in zip(given, differing, strict=False) if differs]
+    if case.train.strategy == AUTO:
+        return dict.fromkeys(keys)
+    return {key: getattr(way, key) for key in keys}
+
+
+def _changed(case: Case, keys: Mapping[str, Any]) -> Case:
+    """Return the case with these values of keys of `train`."""
+    values = {
+        key: Train.model_fields[key].default if value is None else value
+        for key, value in keys.items()
+    }
+    held = [key for key in case.held if key not in keys]
+    return replace(case.by(case.train.model_copy(update=values)), held=held)
+
+
+# Host memory.
 
 
 def host_memory(needed_bytes: int) -> str:
@@ -241,7 +301,7 @@ def host_memory(needed_bytes: int) -> str:
     return f"cluster.memory_gb: {_in_gb(needed_bytes)}, if the nodes have as much"
 
 
-def _in_gb(needed_bytes: int) -> int:
+def _in_gb(needed_bytes: float) -> int:
     return math.ceil(needed_bytes / from_gigabytes(1))
 
 
@@ -265,6 +325,12 @@ def _least_on_host(case: Case) -> str:
     needs = WayNeeds.of(case, is_lean=True)
     row = int(needs.fits.nonzero()[0][needs.host_bytes[needs.fits].argmin()])
     return _on_host(needs.way(row)[1], case.machine)
+
+
+def _least_host_gb(case: Case) -> int:
+    """Return the least host memory of a node, in GB, with which a way fits; 0 if none does."""
+    needs = WayNeeds.of(case, is_lean=True)
+    return _in_gb(min(needs.host_bytes[needs.fits], default=0.0))
 
 
 # Larger clusters.
@@ -398,4 +464,8 @@ def _of_each_count(case: Case, per_node: int) -> dict[int, Case]:
         return {train.ranks_per_block: case}
     counts = allowed_counts(case.geometry, train, per_node, case.workload.block_tokens)
     held = (*case.held, "context_ranks")
-    return {count: replace(_with(case, context_ranks=count), held=held) for count in counts}
+    found = {}
+    for count in counts:
+        given = case.by(train.model_copy(update={"context_ranks": count}))
+        found[count] = replace(given, held=held)
+    return found

@@ -127,6 +127,7 @@ def _answers(plan: PlanDocument) -> list[Row]:
         ("STEPS", _steps(plan)),
         ("WAY", summary.way),
         ("ASSUMED", "; ".join(summary.assumed)),
+        ("BEFORE", plan.words.before_packing),
         ("SAMPLES", plan.words.repetition),
         *(("WARNING", text) for text in plan.words.warnings),
         ("WARNING", _slow_saves(plan)),

@@ -407,7 +407,8 @@ class Summary(Record):
 class Words(Record):
     """The plan's texts for people.
 
-    `verdicts` has one for each strategy, `others` more about those not chosen.
+    `verdicts` has one for each strategy, `others` more about those not chosen. `before_packing` is
+    another plan that the data had before it was packed, and why it differs.
     """
 
     chosen: str
@@ -418,6 +419,7 @@ class Words(Record):
     warnings: tuple[str, ...] = ()
     repetition: str = ""
     steps: str = ""
+    before_packing: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

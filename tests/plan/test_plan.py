@@ -457,7 +457,7 @@ WIDE = {
             "auto",
             r"none of \d+ ways to train fits 2 x A10 with 22.0 GiB: even ",
             [
-                "train.method: lora  (trains adapters instead)",
+                "train.method: lora  (",
                 "cluster.memory_gb: 128, if the nodes have as much",
             ],
         ),

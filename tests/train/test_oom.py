@@ -147,11 +147,9 @@ def test_deepspeed_is_offered_where_it_is_installed(
     is_here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(out_of_memory, "find_spec", lambda name: object() if is_here else None)
-    said = explained(
-        watch_of(Train(strategy="ddp", micro_batch_blocks=1)), torch.OutOfMemoryError(PLAIN)
-    )
+    watch = watch_of(Train(strategy="ddp", recompute="full"), ranks=1)  # it takes offloading
+    said = explained(watch, torch.OutOfMemoryError(PLAIN.replace("139.81", "70.00")))
     assert ("train.strategy: zero" in said) == is_here
-    assert "train.strategy: fsdp" in said
 
 
 def test_if_nothing_fits_it_says_so() -> None:
