@@ -116,4 +116,5 @@ EFFECTS: dict[str, Effect] = {
     **_of("tracking.", "to project", PLAN, Result.NO),
     **_of("merge.", "dtype base", MERGE, Result.YES),
     **_of("evaluate.", "prompts generations max_new_tokens", EVALUATE, Result.YES),
+    "report.language": Effect(("report",), Result.NO),
 }

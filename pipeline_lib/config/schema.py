@@ -18,6 +18,7 @@ from pydantic import (
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.section import Fraction, LocalPath, Positive, Section, Seed, Tokens
 from pipeline_lib.config.train import Train
+from pipeline_lib.core.language import Language
 from pipeline_lib.core.text import did_you_mean
 
 # The tools of `tokenize.tools`: what is no function's JSON schema is refused before anything runs.
@@ -583,6 +584,16 @@ class Evaluate(Section):
     max_new_tokens: Tokens = Field(96, description="maximum length of an answer in tokens")
 
 
+class Report(Section):
+    """The page of an experiment's results."""
+
+    language: Language = Field(
+        "en",
+        description="language of the page's headings and labels: `en` or `zh`; the terminal's is "
+        "that of its locale, or of the environment variable QWEN3_LANG",
+    )
+
+
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=-]{0,127}$"
 
 
@@ -601,6 +612,7 @@ class Config(Section):
     tracking: Tracking = Tracking()
     merge: Merge = Merge()
     evaluate: Evaluate = Evaluate()
+    report: Report = Report()
 
     @property
     def asked(self) -> Evaluate:

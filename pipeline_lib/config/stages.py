@@ -184,7 +184,10 @@ _ROWS = (
             "report": ("model", "data", "tokenize", "shard", "train", "merge", BASELINE, "evaluate")
         },
         title=lambda *_: "one page with everything",
-        settings=lambda config, content, part: {"experiment": config.experiment},
+        settings=lambda config, content, part: {
+            "experiment": config.experiment,
+            **settings_of(config.report),
+        },
         job="read",
         product=Product("report.html", "report.html"),
     ),

@@ -5,6 +5,7 @@ from typing import Any
 
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.files import write_json, write_text
+from pipeline_lib.core.language import Language, speaking
 from pipeline_lib.core.stage import Job
 from pipeline_lib.records.evaluation import Scores
 from pipeline_lib.report.curves import curves_csv, curves_of
@@ -120,7 +121,10 @@ def run(job: Job) -> dict[str, Any]:
     """Write report.html, summary.json and curves.csv from the sealed inputs; return counts."""
     facts = read_facts(str(job.spec.settings["experiment"]), job.inputs)
     curves = curves_of(facts.steps)
-    page = render(facts, curves)
+    # It is in the digest: who runs the stage, and in which language, changes no byte of the page.
+    language: Language = job.spec.settings.get("language", "en")
+    with speaking(language):
+        page = render(facts, curves)
     write_text(job.out / REPORT_NAME, page)
     write_json(job.out / SUMMARY_NAME, summary_of(facts))
     write_text(job.out / CURVES_NAME, curves_csv(curves))

@@ -172,6 +172,7 @@ VALUES: dict[str, Any] = {
     "evaluate.prompts": ["Who are you?"],
     "evaluate.generations": 2,
     "evaluate.max_new_tokens": 8,
+    "report.language": "zh",
 }
 CONTENT = Content(model={"config.json": "0" * 64}, data=({"rows.jsonl": "1" * 64},))
 

@@ -117,6 +117,7 @@ def test_the_schema_knows_every_key_and_refuses_others() -> None:
         "tracking",
         "merge",
         "evaluate",
+        "report",
         "lora",
         "guards",
     }
