@@ -1,4 +1,4 @@
-"""Commands for machines: doctor and calibrate."""
+"""Commands for machines: doctor, join and calibrate."""
 
 import argparse
 import os
@@ -20,6 +20,12 @@ UNKNOWN = ("cluster.internode_gbit_s=1",)
 
 def add_to(commands: Any) -> None:
     """Add these commands to the subparsers `commands`."""
+    _add_doctor(commands)
+    _add_join(commands)
+    _add_calibrate(commands)
+
+
+def _add_doctor(commands: Any) -> None:
     text = _(
         "look at this machine, at hosts, or at nodes of a cluster: what they have, how fast they "
         "are, what is wrong, what to set"
@@ -60,6 +66,9 @@ def add_to(commands: Any) -> None:
     )
     examine.add_argument("--json", type=Path, help=_("also write all results to this file"))
     examine.set_defaults(command=doctor, when_stopped=_("nothing is left running"))
+
+
+def _add_join(commands: Any) -> None:
     text = _(
         "take part with this machine in a training that snakemake starts on another one "
         "(docs/two-machines.md)"
@@ -84,6 +93,9 @@ def add_to(commands: Any) -> None:
         help=_("for the first host to listen; default: 3600"),
     )
     joining.set_defaults(command=join, when_stopped=_("this machine has left the training"))
+
+
+def _add_calibrate(commands: Any) -> None:
     text = _(
         "measure this machine for the plan: its rates, and the layers of a config's model; "
         "writes cluster.json"
