@@ -71,7 +71,7 @@ def _add_doctor(commands: Any) -> None:
 def _add_join(commands: Any) -> None:
     text = _(
         "take part with this machine in a training that snakemake starts on another one "
-        "(docs/two-machines.md)"
+        "(docs/join.md)"
     )
     joining = commands.add_parser("join", help=text, description=text)
     joining.add_argument(
