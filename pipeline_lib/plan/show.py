@@ -134,7 +134,7 @@ def _answers(plan: PlanDocument) -> list[Row]:
     rows = [
         (_(_LABELS[summary.verdict]), _fit(plan)),
         (_("TIME"), _time(plan, plan.prediction) if plan.prediction else _(_NOT_KNOWN)),
-        (_("MONEY"), _money(plan)),
+        (_("COST"), _money(plan)),
         (_("STEPS"), _steps(plan)),
         (_("WAY"), summary.way),
         (_("ASSUMED"), _("; ").join(summary.assumed)),
