@@ -32,6 +32,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # So do those that NumPy and SciPy each start when they are imported; 2**4 cycles are the least that
 # OpenBLAS takes.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+# Tests read English, whatever their developer's terminal speaks.
+os.environ["QWEN3_LANG"] = "en"
 # An example takes as long as the other workers leave the cores to it.
 settings.register_profile("shared cores", deadline=None)
 settings.load_profile("shared cores")

@@ -8,6 +8,7 @@ from typing import Any
 from pipeline_lib.certify.tolerances import TOLERANCES
 from pipeline_lib.cli.chat import model_of, tell
 from pipeline_lib.cli.machines import positive
+from pipeline_lib.core.language import _
 from pipeline_lib.core.processes import importing
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
@@ -15,45 +16,47 @@ from pipeline_lib.core.store import Store
 
 def add_to(commands: Any) -> None:
     """Add `certify` to the subparsers `commands`."""
-    text = "ask a running server whether what it serves is the model in a folder"
+    text = _("ask a running server whether what it serves is the model in a folder")
     sub = commands.add_parser("certify", help=text, description=f"{text}; docs/serve.md")
     sub.add_argument(
         "folder",
         metavar="MODEL",
-        help="a model folder such as results/NAME/model, an experiment's name, or a config",
+        help=_("a model folder such as results/NAME/model, an experiment's name, or a config"),
     )
     sub.add_argument(
         "--endpoint",
         required=True,
         metavar="URL",
-        help="an OpenAI-compatible server, such as http://localhost:8000/v1; its key, if it wants "
-        "one, is read from the environment variable CERTIFY_API_KEY",
+        help=_(
+            "an OpenAI-compatible server, such as http://localhost:8000/v1; its key, if it wants "
+            "one, is read from the environment variable CERTIFY_API_KEY"
+        ),
     )
     sub.add_argument(
-        "--model", metavar="NAME", help="the served model; default: the only one that is served"
+        "--model", metavar="NAME", help=_("the served model; default: the only one that is served")
     )
     sub.add_argument(
         "--weights",
         choices=TOLERANCES,
         default="bf16",
-        help="what the server holds the weights in, which sets the tolerances; default: bf16",
+        help=_("what the server holds the weights in, which sets the tolerances; default: bf16"),
     )
     sub.add_argument(
         "--prompts",
         type=positive,
         default=4,
         metavar="N",
-        help="prompts of one turn, at most; default: 4",
+        help=_("prompts of one turn, at most; default: 4"),
     )
     sub.add_argument(
         "--max-new-tokens",
         type=positive,
         default=64,
         metavar="N",
-        help="tokens of an answer that are compared; default: 64",
+        help=_("tokens of an answer that are compared; default: 64"),
     )
-    sub.add_argument("--json", action="store_true", help="print a JSON object instead of text")
-    sub.set_defaults(command=certify, when_stopped="nothing was changed")
+    sub.add_argument("--json", action="store_true", help=_("print a JSON object instead of text"))
+    sub.set_defaults(command=certify, when_stopped=_("nothing was changed"))
 
 
 def certify(arguments: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ from pipeline_lib.cli.machines import positive
 from pipeline_lib.config.compile import open_experiment
 from pipeline_lib.config.dag import DEFAULT_CONFIG, RESULTS
 from pipeline_lib.core.errors import ConfigError, DataError, IntegrityError
+from pipeline_lib.core.language import _
 from pipeline_lib.core.processes import importing
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Ref, Store
@@ -24,28 +25,30 @@ PROMPT = "> "
 
 def add_to(commands: Any) -> None:
     """Add `chat` to the subparsers `commands`."""
-    text = "talk to a tuned model; a question from a pipe is answered once"
+    text = _("talk to a tuned model; a question from a pipe is answered once")
     sub = commands.add_parser("chat", help=text, description=text)
     sub.add_argument(
         "model",
         metavar="MODEL",
-        help="a model folder such as results/NAME/model, an experiment's name, or a config",
+        help=_("a model folder such as results/NAME/model, an experiment's name, or a config"),
     )
-    sub.add_argument("--experiment", metavar="NAME", help="name of the experiment in a sweep")
+    sub.add_argument("--experiment", metavar="NAME", help=_("name of the experiment in a sweep"))
     sub.add_argument(
         "--max-new-tokens",
         type=positive,
         metavar="N",
-        help="longest answer; default: tokenize.max_tokens of the training",
+        help=_("longest answer; default: tokenize.max_tokens of the training"),
     )
     sub.add_argument(
         "--temperature",
         type=temperature,
         metavar="T",
-        help="0 always takes the likeliest token, as the report does; default: that of "
-        "generation_config.json",
+        help=_(
+            "0 always takes the likeliest token, as the report does; default: that of "
+            "generation_config.json"
+        ),
     )
-    sub.set_defaults(command=chat, when_stopped="nothing was changed")
+    sub.set_defaults(command=chat, when_stopped=_("nothing was changed"))
 
 
 def temperature(text: str) -> float:

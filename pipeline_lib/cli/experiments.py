@@ -24,10 +24,11 @@ from pipeline_lib.core.errors import (
     TooFewQuestions,
 )
 from pipeline_lib.core.git import how_to_commit
+from pipeline_lib.core.language import N_, _
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
 
-EXPERIMENT = (
+EXPERIMENT = N_(
     "a name (* and ? as in file names), the beginning of a digest, a config file, or STORE:NAME"
 )
 
@@ -45,58 +46,59 @@ def add_to(commands: Any) -> None:
     _add_record(commands)
     _add_publish(commands)
     _add_trace(commands)
-    _add_those_for_rules(commands)
 
 
 def _add_import(commands: Any) -> None:
-    text = (
+    text = _(
         "make a config from files or commands of LLaMA-Factory, Axolotl, ms-swift, TRL, DeepSpeed, "
         "accelerate or the Trainer, and say what differs"
     )
     sub = commands.add_parser("import", help=text, description=f"{text}; docs/from-other-tools.md")
-    which = "one or several that belong together; the kind is recognised by the content"
+    which = _("one or several that belong together; the kind is recognised by the content")
     sub.add_argument("files", type=Path, nargs="+", metavar="FILE", help=which)
     sub.add_argument(
         "-o",
         "--out",
         type=Path,
         metavar="CONFIG",
-        help="write the config here; else it goes to stdout",
+        help=_("write the config here; else it goes to stdout"),
     )
     sub.add_argument(
         "--gpus",
         type=positive,
         metavar="N",
-        help="GPUs of a machine, cluster.gpus_per_node, where no file says it",
+        help=_("GPUs of a machine, cluster.gpus_per_node, where no file says it"),
     )
-    sub.set_defaults(command=import_config, when_stopped="nothing was written")
+    sub.set_defaults(command=import_config, when_stopped=_("nothing was written"))
 
 
 def _add_check(commands: Any) -> None:
-    text = "read a config and name all of its problems"
+    text = _("read a config and name all of its problems")
     sub = commands.add_parser("check", help=text, description=text)
     sub.add_argument(
-        "config", type=Path, nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}"
+        "config", type=Path, nargs="?", default=DEFAULT_CONFIG, help=_default(DEFAULT_CONFIG)
     )
     sub.set_defaults(command=check)
 
 
 def _add_plan(commands: Any) -> None:
-    text = (
+    text = _(
         "predict the memory, time and disk of a config, and choose the fastest strategy that fits"
     )
     sub = commands.add_parser("plan", help=text, description=text)
     # the plan rule runs the stage by it
     sub.add_argument("--spec", type=Path, help=argparse.SUPPRESS)
-    sub.add_argument("config", type=Path, nargs="?", help=f"default: {DEFAULT_CONFIG}")
+    sub.add_argument("config", type=Path, nargs="?", help=_default(DEFAULT_CONFIG))
     sub.add_argument(
         "--what-if",
         action="extend",
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="also show the plan with other values, such as cluster.nodes=4 "
-        "workload.document_tokens=8192",
+        help=_(
+            "also show the plan with other values, such as cluster.nodes=4 "
+            "workload.document_tokens=8192"
+        ),
     )
     sub.add_argument(
         "--machines",
@@ -104,26 +106,31 @@ def _add_plan(commands: Any) -> None:
         nargs="+",
         default=[],
         metavar="GPU:GPUS[xNODES][@PRICE]",
-        help="compare machines to rent, such as a10:4@0.6 h100:8x2@2.5, where the price is that of "
-        "one GPU for an hour; or name a file with one on each line",
+        help=_(
+            "compare machines to rent, such as a10:4@0.6 h100:8x2@2.5, where the price is that of "
+            "one GPU for an hour; or name a file with one on each line"
+        ),
     )
     how = sub.add_mutually_exclusive_group()
     how.add_argument(
         "--details",
         action="store_true",
-        help="also show all figures, and every formula with its numbers",
+        help=_("also show all figures, and every formula with its numbers"),
     )
-    how.add_argument("--json", action="store_true", help="print a JSON object instead of text")
+    how.add_argument("--json", action="store_true", help=_("print a JSON object instead of text"))
     run_as_rule(sub, plan, stage="plan")
 
 
 def _add_status(commands: Any) -> None:
-    text = "show the state of every experiment in the store"
+    text = _("show the state of every experiment in the store")
     sub = commands.add_parser("status", help=text, description=text)
     sub.add_argument(
-        "experiments", nargs="*", metavar="EXPERIMENT", help=f"only these: {EXPERIMENT}"
+        "experiments",
+        nargs="*",
+        metavar="EXPERIMENT",
+        help=_("only these: {names}").format(names=_(EXPERIMENT)),
     )
-    sub.add_argument("--all", action="store_true", help="also older configs of the same name")
+    sub.add_argument("--all", action="store_true", help=_("also older configs of the same name"))
     how = sub.add_mutually_exclusive_group()
     how.add_argument(
         "--watch",
@@ -131,46 +138,51 @@ def _add_status(commands: Any) -> None:
         const=5.0,
         type=interval,
         metavar="SECONDS",
-        help="repeat; default: 5 s",
+        help=_("repeat; default: 5 s"),
     )
-    how.add_argument("--json", action="store_true", help="print a JSON list of objects")
+    how.add_argument("--json", action="store_true", help=_("print a JSON list of objects"))
     sub.set_defaults(command=status)
 
 
 def _add_rewind(commands: Any) -> None:
-    text = (
+    text = _(
         "make snakemake continue an unfinished training from an earlier checkpoint; newer ones "
         "are set aside"
     )
     sub = commands.add_parser("rewind", help=text, description=text)
     add_arguments(sub)
     sub.add_argument(
-        "--step", type=positive, required=True, metavar="N", help="the checkpoint to continue from"
+        "--step",
+        type=positive,
+        required=True,
+        metavar="N",
+        help=_("the checkpoint to continue from"),
     )
     sub.set_defaults(command=rewind)
 
 
 def _add_summary(commands: Any) -> None:
-    text = "show the results of a finished experiment, or a line for each of several"
+    text = _("show the results of a finished experiment, or a line for each of several")
     sub = commands.add_parser("summary", help=text, description=text)
-    which = f"{EXPERIMENT}; default: {DEFAULT_CONFIG}"
+    which = f"{_(EXPERIMENT)}; {_default(DEFAULT_CONFIG)}"
     sub.add_argument(
         "experiments", nargs="*", default=[DEFAULT_CONFIG], metavar="EXPERIMENT", help=which
     )
     sub.add_argument(
-        "--experiment", metavar="NAME", help="name of the experiment in the sweep of a config file"
+        "--experiment",
+        metavar="NAME",
+        help=_("name of the experiment in the sweep of a config file"),
     )
     sub.set_defaults(command=summary)
 
 
 def _add_verdict(commands: Any) -> None:
-    text = "say whether a tuned model may ship, by its benchmarks and the section `ship`"
-    codes = (
-        f"exit code: 0 if it may, {NotToShip.exit_code} if not, {TooFewQuestions.exit_code} if "
-        "there are too few questions to tell"
-    )
+    text = _("say whether a tuned model may ship, by its benchmarks and the section `ship`")
+    codes = _(
+        "exit code: 0 if it may, {refused} if not, {unknown} if there are too few questions to tell"
+    ).format(refused=NotToShip.exit_code, unknown=TooFewQuestions.exit_code)
     sub = commands.add_parser("verdict", help=text, description=text, epilog=codes)
-    which = f"{EXPERIMENT}; default: {DEFAULT_CONFIG}"
+    which = f"{_(EXPERIMENT)}; {_default(DEFAULT_CONFIG)}"
     sub.add_argument(
         "experiments", nargs="?", default=DEFAULT_CONFIG, metavar="EXPERIMENT", help=which
     )
@@ -178,30 +190,36 @@ def _add_verdict(commands: Any) -> None:
 
 
 def _add_compare(commands: Any) -> None:
-    text = "show which of several experiments is best, whether its lead is noise, and what differs"
-    sub = commands.add_parser("compare", help=text, description=text)
-    sub.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=EXPERIMENT)
-    sub.add_argument(
-        "--page", type=Path, metavar="FILE", help="write a page with curves and answers as well"
+    text = _(
+        "show which of several experiments is best, whether its lead is noise, and what differs"
     )
-    sub.add_argument("--json", action="store_true", help="print a JSON object instead of text")
+    sub = commands.add_parser("compare", help=text, description=text)
+    sub.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=_(EXPERIMENT))
+    sub.add_argument(
+        "--page", type=Path, metavar="FILE", help=_("write a page with curves and answers as well")
+    )
+    sub.add_argument("--json", action="store_true", help=_("print a JSON object instead of text"))
     sub.set_defaults(command=compare)
 
 
 def _add_record(commands: Any) -> None:
-    text = "publish a finished experiment and save it as a DVC experiment"
+    text = _("publish a finished experiment and save it as a DVC experiment")
     sub = commands.add_parser("record", help=text, description=text)
-    sub.add_argument("name", metavar="NAME", help="name of the DVC experiment")
+    sub.add_argument("name", metavar="NAME", help=_("name of the DVC experiment"))
     add_arguments(sub)
     sub.add_argument(
-        "--model", action="store_true", help="also store its model folder, as results/current/model"
+        "--model",
+        action="store_true",
+        help=_("also store its model folder, as results/current/model"),
     )
-    sub.add_argument("--force", action="store_true", help="replace a DVC experiment of this name")
+    sub.add_argument(
+        "--force", action="store_true", help=_("replace a DVC experiment of this name")
+    )
     sub.set_defaults(command=record)
 
 
 def _add_publish(commands: Any) -> None:
-    text = (
+    text = _(
         "copy the small results of an experiment (the best one of a sweep) to results/current, "
         "for DVC"
     )
@@ -211,23 +229,23 @@ def _add_publish(commands: Any) -> None:
 
 
 def _add_trace(commands: Any) -> None:
-    text = (
+    text = _(
         "show where a model folder comes from, back to hub commits and data files, and check "
         "every digest"
     )
     sub = commands.add_parser("trace", help=text, description=text)
     sub.add_argument(
-        "model", type=Path, metavar="MODEL_DIR", help="results/NAME/model, or a copy of it"
+        "model", type=Path, metavar="MODEL_DIR", help=_("results/NAME/model, or a copy of it")
     )
     sub.add_argument(
-        "--quick", action="store_true", help="check the sizes of files only, not their content"
+        "--quick", action="store_true", help=_("check the sizes of files only, not their content")
     )
-    sub.add_argument("--json", action="store_true", help="print nested JSON objects")
+    sub.add_argument("--json", action="store_true", help=_("print nested JSON objects"))
     sub.set_defaults(command=trace)
 
 
-def _add_those_for_rules(commands: Any) -> None:
-    """Add the commands that rules and tools call."""
+def add_those_for_rules(commands: Any) -> None:
+    """Add the commands that rules and tools call, to the subparsers `commands`."""
     sub = commands.add_parser(
         "rehearse", description="say what a rehearsal found; people run `snakemake rehearse`"
     )
@@ -246,16 +264,21 @@ def _add_those_for_rules(commands: Any) -> None:
     docs.set_defaults(command=write_docs)
 
 
+def _default(value: Path) -> str:
+    """Return the help of an argument that may be left out."""
+    return _("default: {value}").format(value=value)
+
+
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Add the arguments that select an experiment; `--configfile` is snakemake's name for it."""
-    sub.add_argument("config", type=Path, nargs="?", help=f"default: {DEFAULT_CONFIG}")
+    sub.add_argument("config", type=Path, nargs="?", help=_default(DEFAULT_CONFIG))
     sub.add_argument(
         "--configfile",
         type=Path,
         metavar="CONFIG",
-        help="the same, by the name that snakemake uses",
+        help=_("the same, by the name that snakemake uses"),
     )
-    sub.add_argument("--experiment", metavar="NAME", help="name of the experiment in a sweep")
+    sub.add_argument("--experiment", metavar="NAME", help=_("name of the experiment in a sweep"))
 
 
 def config_of(arguments: argparse.Namespace) -> Path:
@@ -351,16 +374,19 @@ def check(arguments: argparse.Namespace) -> None:
         raise
     except HubOutOfReach as error:
         say_more(load_configs(arguments.config))
-        say(f"{source}: note: the hub could not be asked; the download will check the rest")
+        text = _("{source}: note: the hub could not be asked; the download will check the rest")
+        say(text.format(source=source))
         say(f"  {error}")
-        say(f"{source}: no problems that can be seen without the hub")
+        say(_("{source}: no problems that can be seen without the hub").format(source=source))
         return
     say_more([experiment.config for experiment in found])
     if len(found) == 1:
-        say(f"{source}: no problems; experiment {found[0].name!r} has {len(found[0].specs)} stages")
+        text = _("{source}: no problems; experiment {name!r} has {stages} stages")
+        say(text.format(source=source, name=found[0].name, stages=len(found[0].specs)))
         return
     stages = {spec.digest for experiment in found for spec in experiment.specs.values()}
-    say(f"{source}: no problems; {len(found)} experiments have {len(stages)} stages:")
+    text = _("{source}: no problems; {experiments} experiments have {stages} stages:")
+    say(text.format(source=source, experiments=len(found), stages=len(stages)))
     for experiment in found:
         say(f"  {experiment.name}")
 

@@ -8,6 +8,7 @@ from typing import Any
 from pipeline_lib.cli.run import rules_folder
 from pipeline_lib.config.dag import DEFAULT_CONFIG
 from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.language import N_, _
 
 IGNORED_BY_GIT = """\
 .venv/
@@ -20,7 +21,7 @@ IGNORED_BY_GIT = """\
 /results/current/model/
 /dvc_plots/
 """
-_WHAT = "make a project folder: a config to begin with, and what git and DVC need"
+_WHAT = N_("make a project folder: a config to begin with, and what git and DVC need")
 _DATA = Path("config/demo.jsonl")
 _QUESTIONS = Path("config/demo-questions.jsonl")
 _COPIED = (DEFAULT_CONFIG, _DATA, _QUESTIONS, Path("dvc.yaml"), Path(".dvcignore"))
@@ -28,8 +29,8 @@ _COPIED = (DEFAULT_CONFIG, _DATA, _QUESTIONS, Path("dvc.yaml"), Path(".dvcignore
 
 def add_to(commands: Any) -> None:
     """Add `init` to the subparsers `commands`."""
-    sub = commands.add_parser("init", help=_WHAT, description=_WHAT)
-    sub.add_argument("folder", type=Path, metavar="DIR", help="`.` is this folder")
+    sub = commands.add_parser("init", help=_(_WHAT), description=_(_WHAT))
+    sub.add_argument("folder", type=Path, metavar="DIR", help=_("`.` is this folder"))
     sub.set_defaults(command=_run)
 
 

@@ -1,4 +1,4 @@
-"""Commands for machines: doctor and calibrate."""
+"""Commands for machines: doctor, join and calibrate."""
 
 import argparse
 import os
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline_lib.core.errors import ConfigError, DataError
 from pipeline_lib.core.git import how_to_commit
+from pipeline_lib.core.language import _
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
 
@@ -19,83 +20,99 @@ UNKNOWN = ("cluster.internode_gbit_s=1",)
 
 def add_to(commands: Any) -> None:
     """Add these commands to the subparsers `commands`."""
-    text = (
+    _add_doctor(commands)
+    _add_join(commands)
+    _add_calibrate(commands)
+
+
+def _add_doctor(commands: Any) -> None:
+    text = _(
         "look at this machine, at hosts, or at nodes of a cluster: what they have, how fast they "
         "are, what is wrong, what to set"
     )
     examine = commands.add_parser("doctor", help=text, description=text)
     examine.add_argument(
-        "config", type=Path, nargs="?", help="take the number of ranks (and of nodes) from it"
+        "config", type=Path, nargs="?", help=_("take the number of ranks (and of nodes) from it")
     )
     examine.add_argument(
         "--ranks",
         type=positive,
-        help="ranks that exchange data; default: one for each GPU, or two without GPUs",
+        help=_("ranks that exchange data; default: one for each GPU, or two without GPUs"),
     )
     examine.add_argument(
         "--hosts",
         nargs="?",
         const="",
         metavar="A,B",
-        help="examine these machines over ssh, all at once; default: those of the site file or "
-        "PIPELINE_HOSTS",
+        help=_(
+            "examine these machines over ssh, all at once; default: those of the site file or "
+            "PIPELINE_HOSTS"
+        ),
     )
     examine.add_argument(
-        "--profile", choices=("slurm",), help="examine nodes of the cluster, in a job"
+        "--profile", choices=("slurm",), help=_("examine nodes of the cluster, in a job")
     )
     examine.add_argument(
         "--nodes",
         type=positive,
-        help="with --profile: number of nodes; default: that of the config, or 2",
+        help=_("with --profile: number of nodes; default: that of the config, or 2"),
     )
     examine.add_argument(
         "--timeout",
         type=positive,
         default=600,
         metavar="SECONDS",
-        help="with --profile: time to wait in the queue; default: 600",
+        help=_("with --profile: time to wait in the queue; default: 600"),
     )
-    examine.add_argument("--json", type=Path, help="also write all results to this file")
-    examine.set_defaults(command=doctor, when_stopped="nothing is left running")
-    text = (
+    examine.add_argument("--json", type=Path, help=_("also write all results to this file"))
+    examine.set_defaults(command=doctor, when_stopped=_("nothing is left running"))
+
+
+def _add_join(commands: Any) -> None:
+    text = _(
         "take part with this machine in a training that snakemake starts on another one "
-        "(docs/two-machines.md)"
+        "(docs/join.md)"
     )
     joining = commands.add_parser("join", help=text, description=text)
     joining.add_argument(
-        "address", nargs="?", metavar="HOST:PORT", help="default: MASTER_ADDR and MASTER_PORT"
+        "address", nargs="?", metavar="HOST:PORT", help=_("default: MASTER_ADDR and MASTER_PORT")
     )
     joining.add_argument(
-        "--node-rank", type=positive, help="default: NODE_RANK or RANK, else in order of arrival"
+        "--node-rank", type=positive, help=_("default: NODE_RANK or RANK, else in order of arrival")
     )
     joining.add_argument(
         "--stay",
         action="store_true",
-        help="go on when the training is done, for a sweep of several",
+        help=_("go on when the training is done, for a sweep of several"),
     )
     joining.add_argument(
         "--wait",
         type=positive,
         default=3600,
         metavar="SECONDS",
-        help="for the first host to listen; default: 3600",
+        help=_("for the first host to listen; default: 3600"),
     )
-    joining.set_defaults(command=join, when_stopped="this machine has left the training")
-    text = (
+    joining.set_defaults(command=join, when_stopped=_("this machine has left the training"))
+
+
+def _add_calibrate(commands: Any) -> None:
+    text = _(
         "measure this machine for the plan: its rates, and the layers of a config's model; "
         "writes cluster.json"
     )
     measuring = commands.add_parser("calibrate", help=text, description=text)
-    measuring.add_argument("config", type=Path, help="of the training that the measurement is for")
     measuring.add_argument(
-        "--out", type=Path, default=Path("cluster.json"), help="default: cluster.json"
+        "config", type=Path, help=_("of the training that the measurement is for")
+    )
+    measuring.add_argument(
+        "--out", type=Path, default=Path("cluster.json"), help=_("default: cluster.json")
     )
     measuring.add_argument(
         "--ranks",
         type=positive,
-        help="number of ranks on this machine; default: that of the config",
+        help=_("number of ranks on this machine; default: that of the config"),
     )
-    measuring.set_defaults(command=calibrate, when_stopped="nothing was written")
+    measuring.set_defaults(command=calibrate, when_stopped=_("nothing was written"))
 
 
 def positive(text: str) -> int:

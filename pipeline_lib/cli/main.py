@@ -22,8 +22,10 @@ from pipeline_lib.cli import (
     run,
     store,
 )
+from pipeline_lib.cli.help_parser import HelpParser, RawHelpFormatter
 from pipeline_lib.core.errors import BUG, CONTINUES, ERROR, STOPPED, PipelineError, exit_line
 from pipeline_lib.core.files import disk_full_named
+from pipeline_lib.core.language import N_, _, language_of, speaking
 from pipeline_lib.core.signals import Terminated, stops_interrupt
 from pipeline_lib.core.text import did_you_mean, redact
 from pipeline_lib.slurm.job import job_and_log
@@ -33,7 +35,8 @@ INTERNAL_ERROR_CODE = 1
 INPUT_OUTPUT_ERROR_CODE = 74  # EX_IOERR
 ANY_OUTPUT = "the store, its runs/ or this output"
 
-DESCRIPTION = """\
+DESCRIPTION = N_(
+    """\
 Fine-tunes Qwen models: one config file in, a verified model and a report out.
 
   run        run an experiment, up to a stage, with other values, here or on a cluster
@@ -66,13 +69,16 @@ for assistants
 
 what is kept
   store      list, measure, clean up and verify it"""
-EXAMPLES = """\
+)
+EXAMPLES = N_(
+    """\
 examples:
   qwen3 check my.yaml && qwen3 run my.yaml
   qwen3 run my.yaml train.lr=2e-4
   qwen3 compare my-first my-first-lr=2e-4
 
 `qwen3 COMMAND --help` says more."""
+)
 
 
 def main() -> NoReturn:
@@ -81,7 +87,24 @@ def main() -> NoReturn:
     User errors print one message and no traceback.
     """
     _print_what_the_terminal_can_show()
-    arguments = _parsed(sys.argv[1:])
+    language = language_of(os.environ)
+    with speaking(language):
+        arguments = _parsed(sys.argv[1:])
+    with speaking("en" if _is_for_programs(arguments) else language):
+        _run(arguments)
+
+
+def _is_for_programs(arguments: argparse.Namespace) -> bool:
+    """Return whether programs read what a command says: rules, or by `--json` a user's own."""
+    return (
+        getattr(arguments, "is_internal", False)
+        or getattr(arguments, "spec", None) is not None
+        or bool(getattr(arguments, "json", False))
+    )
+
+
+def _run(arguments: argparse.Namespace) -> NoReturn:
+    """Run a command and exit with its code."""
     try:
         # A stage may hear of a signal to its whole group, and again from Snakemake.
         with stops_interrupt(is_once=hasattr(arguments, "stage")), disk_full_named(ANY_OUTPUT):
@@ -92,7 +115,7 @@ def main() -> NoReturn:
         text = "".join(
             char if char.isprintable() or char == "\n" else " " for char in redact(str(error))
         )
-        print(f"{ERROR}{text}", file=sys.stderr, flush=True)
+        print(f"{_(ERROR)}{text}", file=sys.stderr, flush=True)
         if hasattr(arguments, "stage"):
             if place := job_and_log(os.environ):
                 print(place, file=sys.stderr, flush=True)
@@ -100,19 +123,21 @@ def main() -> NoReturn:
         sys.exit(error.exit_code)
     except OSError as error:
         where = error.filename or ANY_OUTPUT
-        remedy = "; allow more of them: `ulimit -n 4096`" if error.errno == errno.EMFILE else ""
+        remedy = ""
+        if error.errno == errno.EMFILE:
+            remedy = _("; allow more of them: `ulimit -n 4096`")
         print(
-            redact(f"{ERROR}{where}: {error.strerror or error}{remedy}"),
+            redact(f"{_(ERROR)}{where}: {error.strerror or error}{remedy}"),
             file=sys.stderr,
             flush=True,
         )
         sys.exit(INPUT_OUTPUT_ERROR_CODE)
     except (KeyboardInterrupt, Terminated):
-        print(f"{STOPPED}{arguments.when_stopped}", file=sys.stderr, flush=True)
+        print(f"{_(STOPPED)}{arguments.when_stopped}", file=sys.stderr, flush=True)
         sys.exit(KEYBOARD_INTERRUPT_CODE)
     except Exception:  # the outermost boundary: any other error is a bug of this program
         print(redact(traceback.format_exc()), end="", file=sys.stderr)
-        print(f"{BUG}; the traceback above says where", file=sys.stderr, flush=True)
+        print(f"{_(BUG)}{_('; the traceback above says where')}", file=sys.stderr, flush=True)
         sys.exit(INTERNAL_ERROR_CODE)
     sys.exit(0)
 
@@ -123,7 +148,8 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
         return run.parse(argv)
     root, commands = _parser_and_commands()
     if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
-        root.error(f"{argv[0]!r} is no command{did_you_mean(argv[0], commands.choices)}")
+        text = _("{word!r} is no command").format(word=argv[0])
+        root.error(text + did_you_mean(argv[0], commands.choices))
     return root.parse_args(argv)
 
 
@@ -140,17 +166,22 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _parser_and_commands() -> tuple[argparse.ArgumentParser, Any]:
-    root = argparse.ArgumentParser(
+    root = HelpParser(
         prog="qwen3",
         usage="qwen3 COMMAND ...",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_(DESCRIPTION),
+        epilog=_(EXAMPLES),
+        formatter_class=RawHelpFormatter,
     )
-    root.set_defaults(when_stopped=CONTINUES)
+    root.set_defaults(when_stopped=_(CONTINUES))
     commands = root.add_subparsers(
         prog="qwen3", required=True, metavar="COMMAND", help=argparse.SUPPRESS
     )
-    for group in (run, init, experiments, chat, certify, store, machines, mcp_server, internal):
+    for group in (run, init, experiments, chat, certify, store, machines, mcp_server):
         group.add_to(commands)
+    of_people = set(commands.choices)
+    experiments.add_those_for_rules(commands)
+    internal.add_to(commands)
+    for name in commands.choices.keys() - of_people:
+        commands.choices[name].set_defaults(is_internal=True)
     return root, commands

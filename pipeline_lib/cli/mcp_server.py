@@ -13,8 +13,9 @@ from typing import Any
 
 from pipeline_lib.cli.run import rules_folder
 from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.language import N_, _
 
-_WHAT = "let an assistant check, plan and compare, by the Model Context Protocol over stdio"
+_WHAT = N_("let an assistant check, plan and compare, by the Model Context Protocol over stdio")
 _PATIENCE_S = 600.0
 _MOST_SECTIONS = 5
 _MOST_CHARS = 1500  # of a section
@@ -22,7 +23,7 @@ _MOST_CHARS = 1500  # of a section
 
 def add_to(commands: Any) -> None:
     """Add `mcp` to the subparsers `commands`."""
-    sub = commands.add_parser("mcp", help=_WHAT, description=_WHAT)
+    sub = commands.add_parser("mcp", help=_(_WHAT), description=_(_WHAT))
     sub.set_defaults(command=_serve)
 
 
@@ -102,7 +103,7 @@ def said_by(command: str, words: Sequence[str], arguments: Sequence[str] | None 
         stdin=subprocess.DEVNULL,  # the server's own is the protocol's
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1"},
+        env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "QWEN3_LANG": "en"},
         timeout=_PATIENCE_S,
         text=True,
         check=False,

@@ -9,18 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline_lib.cli.help_parser import HelpParser, RawHelpFormatter
 from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.dag import COMMAND_VARIABLE, OVERRIDES
 from pipeline_lib.config.stages import STAGES
 from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.language import N_, _
 from pipeline_lib.core.text import did_you_mean
 
 # Where the Snakefile and the profiles are: in the clone, or where a wheel installs them.
 RULES = (Path(__file__).resolve().parents[2], Path(sys.prefix) / "share" / "qwen3-pipeline")
 SNAKEFILE = Path("workflow/Snakefile")
 TARGETS = (*STAGES, "rehearse")
-_WHAT = "run an experiment: from its data to a verified model and a report"
-EXAMPLES = """\
+_WHAT = N_("run an experiment: from its data to a verified model and a report")
+EXAMPLES = N_("""\
 examples:
   qwen3 run my.yaml                      the whole experiment, on this machine
   qwen3 run my.yaml train                up to the end of a stage
@@ -29,12 +31,12 @@ examples:
   qwen3 run my.yaml --gpus 2,3           on these GPUs
   qwen3 run my.yaml --slurm              as jobs of a SLURM cluster
   qwen3 run my.yaml -- --cores 4         with further options of snakemake
-"""
+""")
 
 
 def add_to(commands: Any) -> None:
     """Add `run` to the subparsers `commands`, for their list; `parse` reads its arguments."""
-    commands.add_parser("run", help=_WHAT, add_help=False)
+    commands.add_parser("run", help=_(_WHAT), add_help=False)
 
 
 def is_run(argv: Sequence[str]) -> bool:
@@ -68,26 +70,30 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = HelpParser(
         prog="qwen3 run",
-        description=_WHAT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        # Intermixed arguments would cut it out of a help that they take for English.
+        usage="qwen3 run [-h] [-n] [--slurm] [--gpus 0,1] CONFIG [STAGE | KEY=VALUE ...]",
+        description=_(_WHAT),
+        epilog=_(EXAMPLES),
+        formatter_class=RawHelpFormatter,
     )
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="the config file")
+    parser.add_argument("config", type=Path, metavar="CONFIG", help=_("the config file"))
     stages = ", ".join(TARGETS)
     parser.add_argument(
         "words",
         nargs="*",
         metavar="STAGE | KEY=VALUE",
-        help=f"the last stage to run ({stages}; all by default); values in place of the file's",
+        help=_(
+            "the last stage to run ({stages}; all by default); values in place of the file's"
+        ).format(stages=stages),
     )
-    parser.add_argument("-n", "--dry-run", action="store_true", help="only say what would run")
-    parser.add_argument("--slurm", action="store_true", help="run stages as jobs of a cluster")
+    parser.add_argument("-n", "--dry-run", action="store_true", help=_("only say what would run"))
+    parser.add_argument("--slurm", action="store_true", help=_("run stages as jobs of a cluster"))
     parser.add_argument(
-        "--gpus", metavar="0,1", help="use these GPUs, as CUDA_VISIBLE_DEVICES says"
+        "--gpus", metavar="0,1", help=_("use these GPUs, as CUDA_VISIBLE_DEVICES says")
     )
-    parser.set_defaults(command=run, when_stopped="nothing was started")
+    parser.set_defaults(command=run, when_stopped=_("nothing was started"))
     return parser
 
 

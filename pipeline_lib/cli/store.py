@@ -11,32 +11,34 @@ from typing import Any
 
 from pipeline_lib.config.dag import RESULTS
 from pipeline_lib.core.errors import IntegrityError, Interrupted
+from pipeline_lib.core.language import _
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import count
 from pipeline_lib.slurm.queue import QueuedJob, queued_jobs
+from pipeline_lib.status.watch import SILENT_QUEUE
 
 
 def add_to(commands: Any) -> None:
     """Add `store` to the subparsers `commands`."""
-    text = "list, measure, clean up and verify the store"
+    text = _("list, measure, clean up and verify the store")
     parser = commands.add_parser("store", help=text, description=text)
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     ls = _action(
-        actions, "ls", list_store, "list the experiments; with names, also their directories"
+        actions, "ls", list_store, _("list the experiments; with names, also their directories")
     )
     ls.add_argument(
-        "names", nargs="*", metavar="NAME", help="experiments, or patterns such as 'lr-*'"
+        "names", nargs="*", metavar="NAME", help=_("experiments, or patterns such as 'lr-*'")
     )
-    ls.add_argument("--all", action="store_true", help="list every directory")
-    du = _action(actions, "du", measure, "show the disk space of stages and experiments")
+    ls.add_argument("--all", action="store_true", help=_("list every directory"))
+    du = _action(actions, "du", measure, _("show the disk space of stages and experiments"))
     du.add_argument(
-        "names", nargs="*", metavar="NAME", help="experiments, or patterns such as 'lr-*'"
+        "names", nargs="*", metavar="NAME", help=_("experiments, or patterns such as 'lr-*'")
     )
     gc = _action(
-        actions, "gc", collect, "delete everything that no kept experiment and no job needs"
+        actions, "gc", collect, _("delete everything that no kept experiment and no job needs")
     )
-    keep = (
+    keep = _(
         "experiments, or patterns such as 'lr-*'; by default all are kept, and only unused "
         "files are deleted"
     )
@@ -44,34 +46,35 @@ def add_to(commands: Any) -> None:
     gc.add_argument(
         "--newest",
         action="store_true",
-        help="of each kept name, keep only the newest config and the newest finished one",
+        help=_("of each kept name, keep only the newest config and the newest finished one"),
     )
     gc.add_argument(
         "--older-than",
         type=days,
         default=0.0,
         metavar="DAYS",
-        help="delete only what was last used before that",
+        help=_("delete only what was last used before that"),
     )
-    gc.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
+    gc.add_argument("--dry-run", action="store_true", help=_("only show what would be deleted"))
     gc.add_argument(
         "--ignore-queue",
         action="store_true",
-        help="if squeue does not answer and no job uses this store",
+        help=_("if squeue does not answer and no job uses this store"),
     )
     gc.set_defaults(
-        when_stopped="every directory is still whole or gone from the store; the same command "
-        "continues"
+        when_stopped=_(
+            "every directory is still whole or gone from the store; the same command continues"
+        )
     )
     check = _action(
-        actions, "verify", verify, "check every file against its hash, and all references to it"
+        actions, "verify", verify, _("check every file against its hash, and all references to it")
     )
     check.add_argument(
-        "names", nargs="*", metavar="NAME", help="experiments, or patterns such as 'lr-*'"
+        "names", nargs="*", metavar="NAME", help=_("experiments, or patterns such as 'lr-*'")
     )
-    check.set_defaults(when_stopped="nothing was changed")
-    back = _action(actions, "restore", restore, "bring back a checkpoint that was set aside")
-    which = "runs/DIGEST/set-aside/step-N, or runs/DIGEST/checkpoints/rejected-step-N"
+    check.set_defaults(when_stopped=_("nothing was changed"))
+    back = _action(actions, "restore", restore, _("bring back a checkpoint that was set aside"))
+    which = _("runs/DIGEST/set-aside/step-N, or runs/DIGEST/checkpoints/rejected-step-N")
     back.add_argument("checkpoint", type=Path, help=which)
 
 
@@ -157,13 +160,11 @@ def known_jobs(is_ignored: bool, is_asked_only: bool) -> list[QueuedJob]:
     """
     jobs = [] if is_ignored else queued_jobs()
     if jobs is None and shutil.which("squeue"):
-        silent = "squeue does not answer, so it is unknown which jobs are in the queue"
+        silent = _(SILENT_QUEUE)
         if not is_asked_only:
-            raise Interrupted(
-                f"{silent}; run the same command again, or add --ignore-queue if none uses this "
-                "store"
-            )
-        say(f"{silent}: this list may contain files that they need")
+            remedy = _("run the same command again, or add --ignore-queue if none uses this store")
+            raise Interrupted(f"{silent}; {remedy}")
+        say(_("{reason}: this list may contain files that they need").format(reason=silent))
     return jobs or []
 
 

@@ -62,7 +62,7 @@ MEDIA_FILES = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
-LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md")  # of a hub's model; they decide no answer
+LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md")  # of a model; they decide no answer
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -8,10 +8,15 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.config.strict_yaml import undotted
 from pipeline_lib.config.sweep import having
 from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.language import N_, _
 
 Kind = Literal["refusal", "warning", "note"]
 _KINDS: tuple[Kind, ...] = ("refusal", "warning", "note")
-_REFUSED = "the training would be refused"
+_TITLES = {
+    "refusal": N_("the training would be refused"),
+    "warning": N_("warning"),
+    "note": N_("note"),
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Finding:
     @property
     def line(self) -> str:
         """The text after the word for its kind, as commands print it."""
-        return f"{_REFUSED if self.kind == 'refusal' else self.kind}: {self.text}"
+        return _("{kind}: {text}").format(kind=_(_TITLES[self.kind]), text=self.text)
 
 
 def finding_of(kind: Kind, text: str) -> Finding:

@@ -19,6 +19,7 @@ from pipeline_lib.config.benchmarks import NO_RULES, Benchmark, Ship
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.section import Fraction, LocalPath, Positive, Section, Seed, Tokens
 from pipeline_lib.config.train import Train
+from pipeline_lib.core.language import Language
 from pipeline_lib.core.text import did_you_mean
 
 # The tools of `tokenize.tools`: what is no function's JSON schema is refused before anything runs.
@@ -599,6 +600,16 @@ ExportType = Literal["gguf-f16", "gguf-q8_0"]
 EXPORT_TYPES: tuple[str, ...] = get_args(ExportType)
 
 
+class Report(Section):
+    """The page of an experiment's results."""
+
+    language: Language = Field(
+        "en",
+        description="language of the page's headings and labels: `en` or `zh`; the terminal's is "
+        "that of its locale, or of the environment variable QWEN3_LANG",
+    )
+
+
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=-]{0,127}$"
 
 
@@ -623,6 +634,7 @@ class Config(Section):
         description="files of the merged model for other programs, each read back and compared with "
         "it: `gguf-f16`, `gguf-q8_0` for llama.cpp and Ollama",
     )
+    report: Report = Report()
 
     @property
     def asked(self) -> Evaluate:

@@ -147,8 +147,8 @@ def benchmark_settings(config: Config, content: Content, part: str) -> dict[str,
 
 
 def report_settings(config: Config, content: Content, part: str) -> dict[str, Any]:
-    """Return the experiment's name and, if there are any, the rules by which it may ship."""
-    settings: dict[str, Any] = {"experiment": config.experiment}
+    """Return the experiment's name, the page's language, and the rules by which it may ship."""
+    settings = {"experiment": config.experiment, **settings_of(config.report)}
     if ship := settings_of(config.ship):
         settings["ship"] = ship
     return settings

@@ -6,11 +6,13 @@ system can tell a mistake in the input (do not retry) from a lost peer (retry).
 
 from dataclasses import dataclass
 
-CONTINUES = "run the same command again to continue"  # the advice in most Interrupted messages
-ERROR = "error: "  # starts the message of a command that fails
-STOPPED = "stopped; "  # starts the message of a command that its user stopped
+from pipeline_lib.core.language import N_, _
+
+CONTINUES = N_("run the same command again to continue")  # the advice in most Interrupted messages
+ERROR = N_("error: ")  # starts the message of a command that fails
+STOPPED = N_("stopped; ")  # starts the message of a command that its user stopped
 # starts the last line of a command that hit an internal error
-BUG = f"{ERROR}this is a bug in pipeline_lib"
+BUG = N_("error: this is a bug in pipeline_lib")
 EXIT_LINE = "exit code: "  # starts the last log line of a stage that fails
 
 
@@ -34,8 +36,10 @@ class ConfigError(PipelineError):
         """Store the source file and `problems`, each of which names its key."""
         self.source = source
         self.problems = problems
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__("\n".join([f"{source}: {count}", *(f"  - {line}" for line in problems)]))
+        title = _("{source}: 1 problem") if len(problems) == 1 else _("{source}: {count} problems")
+        lines = [title.format(source=source, count=len(problems))]
+        lines += [f"  - {line}" for line in problems]
+        super().__init__("\n".join(lines))
 
 
 class DataError(PipelineError):

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import TextIO
 
+from pipeline_lib.core.language import _
+
 # Redaction and shortening. Text in the form of a known token is masked anywhere; text after a name
 # like `password=` is masked in any form. Excerpts of data, errors and warnings pass through here,
 # and no output for programs.
@@ -107,7 +109,7 @@ def cut(text: str, most_chars: int) -> str:
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return `; did you mean 'lr'?` for the nearest of the `known` words; empty if none is near."""
     close = get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return _("; did you mean {word!r}?").format(word=close[0]) if close else ""
 
 
 class RedactedText(io.TextIOWrapper):

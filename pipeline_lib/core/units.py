@@ -216,10 +216,12 @@ def rate(value: float | None, name: str) -> str:
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows as lines of left-aligned columns, each as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    from rich.cells import cell_len, set_cell_size  # here, since it takes time to import
+
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        cells = [set_cell_size(cell, width) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join(cells).rstrip())
     return lines
 

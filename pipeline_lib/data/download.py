@@ -4,6 +4,7 @@ Each source is a function that fills the directory of a job; `SOURCES` lists the
 """
 
 import fnmatch
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -78,7 +79,10 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def local_model(job: Job) -> None:
-    """Take the files of a Hugging Face model folder here, without its generation_config.json."""
+    """Take the files of a Hugging Face model folder here, without its generation_config.json.
+
+    Its licence comes too, where it has one. That decides no answer, and is in no digest.
+    """
     folder = Path(job.spec.where["path"])
     files = model_files(folder) if folder.is_dir() else []
     named = {name_in(folder, file): file for file in files if file.name != GENERATION_NAME}
@@ -94,6 +98,9 @@ def local_model(job: Job) -> None:
         return arrival.copy(source, target, sha256, verified)
 
     _take(named, job, bring)
+    for name in LICENCE_FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, job.out / name)
 
 
 def local_generation(job: Job) -> None:

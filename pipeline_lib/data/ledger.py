@@ -211,7 +211,7 @@ def ledger_of(
 def too_many_left_out(ledger: Ledger, limits: Tokenize) -> Iterator[str]:
     """Yield what a sealed tokenize stage has left out, if that is more than `limits` allow."""
     if problem := too_many_unusable(ledger.total, limits):
-        yield f"tokenize.max_quarantined_fraction: {problem}; raise it or mend the rows"
+        yield f"tokenize.max_quarantined_fraction: {problem}; raise it or fix the rows"
     for source in ledger.sources:
         if problem := too_many_lost(source, limits):
             yield f"tokenize.max_dropped_fraction: {problem}; raise it, or tokenize.max_tokens"

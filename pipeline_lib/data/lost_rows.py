@@ -132,7 +132,7 @@ def refuse_lost_rows(
     if problem := too_many_unusable(total, settings):
         rejects_of_all = list(chain.from_iterable(first_rejects))
         details = _rejects_text(total, rejects_of_all, quarantine_path)
-        raise DataError(f"{problem}: mend the rows or raise it. {details}")
+        raise DataError(f"{problem}: fix the rows or raise it. {details}")
 
 
 def refuse_too_long(too_long: TooLong, rows: int, settings: Tokenize, model: Sealed) -> None:

@@ -22,12 +22,17 @@ ADAPTER_FOLDER = "adapter"
 
 
 def export_adapter(
-    adapters: Mapping[str, Tensor], train: Train, model: Mapping[str, Any], out: Path
+    adapters: Mapping[str, Tensor],
+    train: Train,
+    model: Mapping[str, Any],
+    out: Path,
+    base_folder: str | None = None,
 ) -> dict[str, str]:
     """Write `out`/adapter: the `adapters` in fp32 under peft's names, and their config.
 
     Return hashes of its weights. `model` holds the base model's settings in the spec. The config
-    names the base model if it is from a hub. Raises TrainingError for a value that is not finite.
+    names the base model, so that peft finds it: by its name on a hub, or by its folder on this
+    machine, `base_folder`. Raises TrainingError for a value that is not finite.
     """
     from pipeline_lib.model.lora import lora_config  # loads peft
 
@@ -53,6 +58,8 @@ def export_adapter(
     config.inference_mode = True
     if model.get("source") in HUBS:
         config.base_model_name_or_path = model.get("name")
+    elif base_folder is not None:
+        config.base_model_name_or_path = base_folder
     if model.get("source") == "huggingface":
         config.revision = model.get("revision")
     settings: dict[str, Any] = config.to_dict()  # type: ignore[no-untyped-call]

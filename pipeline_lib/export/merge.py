@@ -81,9 +81,11 @@ def run(job: Job) -> dict[str, Any]:
     job.hashes.update(export(fold, base, generation, job.out, dtype, rope))
     loading = ""
     if train.method == "lora":
-        model = job.inputs["model"].manifest.spec["settings"]
+        spec = job.inputs["model"].manifest.spec
+        model = spec["settings"]
+        base_folder = spec["where"].get("path")
         loading = adapter_code(base, model, train, rope)
-        job.hashes.update(export_adapter(fold.trained.adapters, train, model, job.out))
+        job.hashes.update(export_adapter(fold.trained.adapters, train, model, job.out, base_folder))
         hub_name = str(model["name"]) if model.get("source") in HUBS else None
         write_text(job.out / ADAPTER_FOLDER / "README.md", adapter_card(loading, hub_name))
     keys = read_object(base / "config.json").keys() | read_tokenizer_config(base).keys()

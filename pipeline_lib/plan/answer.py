@@ -11,6 +11,7 @@ from pipeline_lib.config.schema import Cluster, Config, Evaluate, FileData, Trac
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import AUTO, PLACEMENT_KEYS, Train, held_keys, in_file
 from pipeline_lib.core.errors import DataError, PipelineError
+from pipeline_lib.core.language import N_, _
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import GIGA, gib, gigabytes, rounded
 from pipeline_lib.plan.amounts import expected_workload
@@ -72,7 +73,7 @@ from pipeline_lib.records.plan import (
 # values are None.
 
 _NAME_IT = "set cluster.gpu: the plan then also predicts the time, and whether the run fits"
-_CALIBRATE = (
+_CALIBRATE = N_(
     "qwen3 calibrate CONFIG, which measures the speeds and narrows the bands once "
     "`cluster.measured: cluster.json` stands in CONFIG"
 )
@@ -269,7 +270,7 @@ def _next(
     can_measure = _TYPICAL in _sources_of_rates(case.machine) and case.geometry.delta is None
     is_short = run_s is not None and run_s.value < _WORTH_MEASURING_S
     if can_measure and not is_short:
-        actions.append(_CALIBRATE)
+        actions.append(_(_CALIBRATE))
     return actions
 
 
@@ -379,33 +380,33 @@ def _verdict(machine: Machine | None, way: Prediction | None) -> Verdict:
 def _assumed(workload: Workload, machine: Machine | None) -> Iterator[str]:
     """Yield what the plan takes for granted: what is neither given nor measured."""
     if workload.is_assumed:
-        fractions = (
-            f"{100 * workload.supervised_fraction:.0f}% supervised in blocks "
-            f"{100 * workload.real_fraction:.0f}% full"
+        text = _("{supervised:.0%} supervised in blocks {filled:.0%} full").format(
+            supervised=workload.supervised_fraction, filled=workload.real_fraction
         )
-        told = workload.document_band is None  # as a what-if question may
-        source = "by the first rows, " if workload.is_estimated else ""
-        yield source + (
-            fractions
-            if told
-            else f"documents of {workload.document_tokens:,.0f} tokens, {fractions}"
-        )
+        is_told = workload.document_band is None  # as a what-if question may
+        if not is_told:
+            documents = _("documents of {tokens:,.0f} tokens, ")
+            text = documents.format(tokens=workload.document_tokens) + text
+        yield _("by the first rows, ") + text if workload.is_estimated else text
     if machine is None:
         return
     if machine.is_host_assumed:
-        yield f"{rounded((machine.host_limit_bytes or 0) / GIGA, 'GB')} of host memory"
+        size = rounded((machine.host_limit_bytes or 0) / GIGA, "GB")
+        yield _("{size} of host memory").format(size=size)
     sources = _sources_of_rates(machine)
     if typical := sources.count(_TYPICAL):
-        some = f"{typical} of {len(sources)} speeds are" if "measured" in sources else "speeds are"
-        yield f"{some} typical of {_whose(machine)}"
+        text = _("speeds are typical of {machine}")
+        if "measured" in sources:
+            text = _("{typical} of {speeds} speeds are typical of {machine}")
+        yield text.format(typical=typical, speeds=len(sources), machine=_whose(machine))
 
 
 def _whose(machine: Machine) -> str:
     """Return whose typical speeds are assumed, and what those of products rest on."""
     if not machine.is_gpu:
-        return "CPUs, so times are rough"
+        return _("CPUs, so times are rough")
     source = machine.rates["matmul_flop_s"].source
-    _, comma, known = source.partition(", ")
+    _typical, comma, known = source.partition(", ")
     return f"{machine.name} ({known})" if comma else machine.name
 
 

@@ -10,6 +10,7 @@ from pipeline_lib.config.load import FLAG, load_config, load_configs
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.files import json_text
+from pipeline_lib.core.language import _
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.text import cut
@@ -59,12 +60,12 @@ def show_plan(
     else:
         say(render(found.content, is_detailed))
     if not is_detailed:
-        say("\nall figures and formulas: --details")
+        say("\n" + _("all figures and formulas: --details"))
     if len(configs) > 1:
-        say(
-            f"\nthis is the first of {len(configs)} experiments; `snakemake plan` makes the plans "
-            "of all"
+        text = _(
+            "this is the first of {number} experiments; `snakemake plan` makes the plans of all"
         )
+        say("\n" + text.format(number=len(configs)))
     on_page = {found.refusal}
     if not what_if:
         on_page.update(found.content.words.warnings)
@@ -87,7 +88,8 @@ def show_offers(path: Path, texts: Sequence[str], store: Store, say: Say) -> Non
     config = load_configs(path)[0]
     learn_architecture(config, store, say)
     rows = rows_of(config, offers, lambda there: _answer(path, there, store, is_explained=False))
-    say(f"{config.experiment} on other machines, the cheapest first\n\n{table_of(rows)}")
+    title = _("{experiment} on other machines, the cheapest first")
+    say(f"{title.format(experiment=config.experiment)}\n\n{table_of(rows)}")
 
 
 def show_plan_as_json(path: Path, store: Store, say: Say) -> None:

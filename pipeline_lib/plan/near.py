@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
+from pipeline_lib.core.language import _
 from pipeline_lib.core.units import brief, from_gigabytes, gib, gigabytes
 from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.predict import (
@@ -42,11 +43,14 @@ class NearMiss:
         if self.gpu_bytes:
             needs = self.way.memory.total_bytes
             has = machine.gpu_memory_bytes or 0
-            margin = f"tight: {gib(self.gpu_bytes)} short of the margin"
-            lacking.append(margin if self.is_margin else f"too large by {gib(needs - has)} a GPU")
+            text = _("too large by {size} a GPU").format(size=gib(needs - has))
+            if self.is_margin:
+                text = _("tight: {size} short of the margin").format(size=gib(self.gpu_bytes))
+            lacking.append(text)
         if self.host_bytes:
-            lacking.append(f"a node lacks {gigabytes(self.host_bytes)} of host memory")
-        return " and ".join(lacking)
+            size = gigabytes(self.host_bytes)
+            lacking.append(_("a node lacks {size} of host memory").format(size=size))
+        return _(" and ").join(lacking)
 
     def in_words(self, machine: Machine, chosen: Prediction, limit_in_words: str) -> str:
         """Return its time, beside that of the chosen way if that fits, and what it lacks.
@@ -55,23 +59,35 @@ class NearMiss:
         """
         memory = self.way.memory
         step_s = self.way.step_s.value
-        faster = f", {chosen.step_s.value / step_s:.2f} times as fast" if chosen.fits else ""
-        said = [f"{brief(step_s)} a step{faster}"]
+        time = _("{value} a step").format(value=brief(step_s))
+        if chosen.fits:
+            ratio = chosen.step_s.value / step_s
+            time += _(", {ratio:.2f} times as fast").format(ratio=ratio)
+        said = [time]
         if self.gpu_bytes:
-            has = gib(machine.gpu_memory_bytes or 0)
-            usable = usable_fraction(memory)
-            margin = "only the margin lacks: " if self.is_margin else ""
-            needs = f"a GPU needs {gib(memory.total_bytes)} of {has}"
-            kept = (
-                f"{1 - usable:.0%} are kept free, as the prediction may be {memory.error:.0%} off"
+            text = _(
+                "a GPU needs {needed} of {has}, and {free:.0%} are kept free, as the prediction "
+                "may be {error:.0%} off: {size} too much"
+            ).format(
+                needed=gib(memory.total_bytes),
+                has=gib(machine.gpu_memory_bytes or 0),
+                free=1 - usable_fraction(memory),
+                error=memory.error,
+                size=gib(self.gpu_bytes),
             )
-            said.append(f"{margin}{needs}, and {kept}: {gib(self.gpu_bytes)} too much")
+            said.append(_("only the margin lacks: ") + text if self.is_margin else text)
         if self.host_bytes:
             needed = host_bytes_of_node(memory, machine)
-            at_least = math.ceil(needed / from_gigabytes(1))
-            has = f"{limit_in_words}: set cluster.memory_gb: {at_least}, if the nodes have as much"
-            said.append(f"a node needs {gigabytes(needed)} of host memory, and {has}")
-        return "; ".join(said)
+            text = _(
+                "a node needs {needed} of host memory, and {has}: set cluster.memory_gb: "
+                "{at_least}, if the nodes have as much"
+            ).format(
+                needed=gigabytes(needed),
+                has=limit_in_words,
+                at_least=math.ceil(needed / from_gigabytes(1)),
+            )
+            said.append(text)
+        return _("; ").join(said)
 
 
 def missed(way: Prediction, machine: Machine) -> NearMiss:

@@ -8,10 +8,12 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import StringIO
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.table import Table
 
 from pipeline_lib.config.train import read_train
+from pipeline_lib.core.language import N_, _
 from pipeline_lib.core.units import (
     GIGA,
     brief,
@@ -41,7 +43,7 @@ from pipeline_lib.records.plan import (
 WIDTH = 100
 _BAR = 42
 _LEAST_PART = 1e-4  # fraction of a step: smaller parts are rounding errors of fully overlapped work
-_NOT_KNOWN = "not known: set cluster.gpu"
+_NOT_KNOWN = N_("not known: set cluster.gpu")
 Row = tuple[str, str]
 
 
@@ -57,36 +59,40 @@ def render_what_if(
     is_detailed: bool = False,
 ) -> str:
     """Return both plans' main figures side by side, then the changed one's strategies, advice."""
-    table = Table(
-        "", "as configured", "what if " + ", ".join(flags), box=None, padding=(0, 2, 0, 0)
-    )
+    changed_title = _("what if {flags}").format(flags=", ".join(flags))
+    table = Table("", _("as configured"), changed_title, box=None, padding=(0, 2, 0, 0))
     before = _main_figures(plan)
     after = _main_figures(changed)
     for name in {**before, **after}:
         now = before.get(name, "")
         then = after.get(name, "")
-        table.add_row(name, now, then if then != now else "the same")
-    return "\n".join(
-        [f"plan of {plan.experiment}", "", _text(table), *_below(changed, is_detailed)]
-    )
+        table.add_row(name, now, then if then != now else _("the same"))
+    title = _("plan of {experiment}").format(experiment=plan.experiment)
+    return "\n".join([title, "", _text(table), *_below(changed, is_detailed)])
 
 
-def banded(figure: Figure, show: Callable[[float], str]) -> str:
-    """Format a figure with its band, `1.24 s (1.10 to 1.41)`, or without it if all are equal."""
+def banded(figure: Figure, show: Callable[[float], str], words: str = "{value}") -> str:
+    """Format a figure with its band, `1.24 s (1.10 to 1.41)`, or without it if all are equal.
+
+    The value stands in `words`: `{value} a step` makes `6.6 s a step (5.6 to 7.6)`.
+    """
     value = show(figure.value)
     low = show(figure.low)
     high = show(figure.high)
+    worded = words.format(value=value)
     if low == high:
-        return value
+        return worded
     units = {text.split(" ")[1] if text.count(" ") == 1 else None for text in (value, low, high)}
     if len(units) == 1 and None not in units:
         low = low.split(" ")[0]
         high = high.split(" ")[0]
-    return f"{value} ({low} to {high})"
+    return _("{value} ({low} to {high})").format(value=worded, low=low, high=high)
 
 
 def _title(plan: PlanDocument) -> str:
-    title = f"plan of {plan.experiment}: {_model(plan)}, on {_machines(plan)}"
+    title = _("plan of {experiment}: {model}, on {machines}").format(
+        experiment=plan.experiment, model=_model(plan), machines=_machines(plan)
+    )
     return textwrap.fill(title, WIDTH, break_long_words=True, break_on_hyphens=False)
 
 
@@ -96,43 +102,48 @@ def _machines(plan: PlanDocument) -> str:
         return _ranks(plan)
     nodes = cluster.nodes
     each = cluster.ranks // nodes
-    gpus = f"{count(each, 'GPUs')} of unknown kind"
+    gpus = _("{gpus} of unknown kind").format(gpus=count(each, _("GPUs")))
     if plan.machine is not None:
         gpus = f"{each} x {plan.machine.name}"
-    return f"{f'{nodes} nodes of ' if nodes != 1 else ''}{gpus}"
+    return gpus if nodes == 1 else _("{nodes} nodes of {gpus}").format(nodes=nodes, gpus=gpus)
 
 
 def _model(plan: PlanDocument) -> str:
     model = plan.model
-    trained = "all trained"
-    if model.trainable_parameters != model.parameters:
-        trained = (
-            f"{model.trainable_parameters:,} trained "
-            f"({model.trainable_parameters / model.parameters:.2%})"
-        )
-    return f"{model.parameters:,} parameters, {trained}"
+    if model.trainable_parameters == model.parameters:
+        return _("{parameters:,} parameters, all trained").format(parameters=model.parameters)
+    return _("{parameters:,} parameters, {trained:,} trained ({fraction:.2%})").format(
+        parameters=model.parameters,
+        trained=model.trainable_parameters,
+        fraction=model.trainable_parameters / model.parameters,
+    )
 
 
 # The head: the answers to what everybody asks first.
 
-_LABELS = {FITS: "FITS", TIGHT: "TIGHT", TOO_LARGE: "TOO LARGE", NOT_CHECKED: "MEMORY"}
+_LABELS = {
+    FITS: N_("FITS"),
+    TIGHT: N_("TIGHT"),
+    TOO_LARGE: N_("TOO LARGE"),
+    NOT_CHECKED: N_("MEMORY"),
+}
 
 
 def _answers(plan: PlanDocument) -> list[Row]:
     summary = plan.summary
     rows = [
-        (_LABELS[summary.verdict], _fit(plan)),
-        ("TIME", _time(plan, plan.prediction) if plan.prediction else _NOT_KNOWN),
-        ("MONEY", _money(plan)),
-        ("STEPS", _steps(plan)),
-        ("WAY", summary.way),
-        ("ASSUMED", "; ".join(summary.assumed)),
-        ("BEFORE", plan.words.before_packing),
-        ("SAMPLES", plan.words.repetition),
-        *(("WARNING", text) for text in plan.words.warnings),
-        ("WARNING", _slow_saves(plan)),
+        (_(_LABELS[summary.verdict]), _fit(plan)),
+        (_("TIME"), _time(plan, plan.prediction) if plan.prediction else _(_NOT_KNOWN)),
+        (_("COST"), _money(plan)),
+        (_("STEPS"), _steps(plan)),
+        (_("WAY"), summary.way),
+        (_("ASSUMED"), _("; ").join(summary.assumed)),
+        (_("BEFORE"), plan.words.before_packing),
+        (_("SAMPLES"), plan.words.repetition),
+        *((_("WARNING"), text) for text in plan.words.warnings),
+        (_("WARNING"), _slow_saves(plan)),
         (
-            "NEXT",
+            _("NEXT"),
             "\n".join(f"{number}. {action}" for number, action in enumerate(summary.next, start=1)),
         ),
     ]
@@ -145,41 +156,50 @@ def _fit(plan: PlanDocument) -> str:
     memory = plan.chosen_memory
     device_bytes = plan.gpu_memory_bytes
     needed = _needed_bytes(plan, memory)
-    text = f"{gib(needed)} a {'GPU' if plan.cluster.is_gpu else 'rank'}"
+    text = _per_rank(plan, gib(needed))
     if device_bytes:
         free = 1 - needed / device_bytes
-        left = f"{100 * free:.0f}% free" if free >= 0 else f"{gib(needed - device_bytes)} too much"
-        text = f"{_of(gib(needed), gib(device_bytes))} a GPU ({left})"
+        left = _("{free:.0%} free").format(free=free)
+        if free < 0:
+            left = _("{size} too much").format(size=gib(needed - device_bytes))
+        text = _per_rank(plan, _of(gib(needed), gib(device_bytes)))
+        text = _("{memory} ({left})").format(memory=text, left=left)
     host = rounded(plan.summary.host_needed_bytes / GIGA, "GB")
     assumed = machine.assumed_host_memory_bytes if machine else None
     limit = (machine.host_memory_bytes if machine else None) or assumed
     if limit:
-        host = _of(host, rounded(limit / GIGA, "GB")) + (
-            " (assumed: set cluster.memory_gb)" if assumed else ""
-        )
+        host = _of(host, rounded(limit / GIGA, "GB"))
+        if assumed:
+            host += _(" (assumed: set cluster.memory_gb)")
     else:
-        host += f" (not checked: set cluster.{'gpu' if plan.cluster.is_gpu else 'memory_gb'})"
-    return f"{text}; host {host}"
+        key = "cluster.gpu" if plan.cluster.is_gpu else "cluster.memory_gb"
+        host += _(" (not checked: set {key})").format(key=key)
+    return _("{device}; host {host}").format(device=text, host=host)
+
+
+def _per_rank(plan: PlanDocument, amount: str) -> str:
+    """Return `17.2 GiB a GPU`, or `a rank` where ranks have no GPU."""
+    if plan.cluster.is_gpu:
+        return _("{amount} a GPU").format(amount=amount)
+    return _("{amount} a rank").format(amount=amount)
 
 
 def _of(used: str, has: str) -> str:
     """Return `72.0 of 79.1 GiB` for two sizes; a unit that both have is said once."""
-    number, _, unit = used.partition(" ")
-    return f"{number if has.endswith(f' {unit}') else used} of {has}"
+    number, _space, unit = used.partition(" ")
+    short = number if has.endswith(f" {unit}") else used
+    return _("{used} of {has}").format(used=short, has=has)
 
 
 def _time(plan: PlanDocument, found: PlannedWay) -> str:
-    speed = (
-        f"{found.tokens_per_s_per_rank.value:,.0f} tokens/s a "
-        f"{'GPU' if plan.cluster.is_gpu else 'rank'}"
-    )
-    duration = ""
+    parts = [
+        banded(found.step_s, brief, _("{value} a step")),
+        _per_rank(plan, f"{found.tokens_per_s_per_rank.value:,.0f} tokens/s"),
+    ]
     if found.run_s is not None:
-        duration = f", {_inserted(found.run_s, brief, 'in all')}"
-    return (
-        f"{_inserted(found.step_s, brief, 'a step')}, {speed}{duration}; bound by "
-        f"{bound_in_words(found.bound)}"
-    )
+        parts.append(banded(found.run_s, brief, _("{value} in all")))
+    bound = _(bound_in_words(found.bound))
+    return _("{times}; bound by {bound}").format(times=_(", ").join(parts), bound=bound)
 
 
 def _money(plan: PlanDocument) -> str:
@@ -188,43 +208,47 @@ def _money(plan: PlanDocument) -> str:
     cost = plan.summary.cost
     if price is None or not plan.cluster.is_gpu:
         return ""
-    hour = f"{price:,.2f} a GPU-hour"
     if cost is None or plan.prediction is None or plan.prediction.gpu_hours is None:
-        return f"{price * plan.cluster.ranks:,.2f} an hour, at {hour}"
-    hours = gpu_hours(plan.prediction.gpu_hours.value)
-    return f"{banded(cost, lambda value: f'{value:,.2f}')} for the training: {hours} at {hour}"
-
-
-def _inserted(figure: Figure, show: Callable[[float], str], words: str) -> str:
-    """Format a figure with `words` before its band: `6.6 s a step (5.6 to 7.6)`."""
-    value, bracket, band = banded(figure, show).partition(" (")
-    return f"{value} {words}{bracket}{band}"
+        return _("{cost:,.2f} an hour, at {price:,.2f} a GPU-hour").format(
+            cost=price * plan.cluster.ranks, price=price
+        )
+    return _("{cost} for the training: {hours} at {price:,.2f} a GPU-hour").format(
+        cost=banded(cost, lambda value: f"{value:,.2f}"),
+        hours=gpu_hours(plan.prediction.gpu_hours.value),
+        price=price,
+    )
 
 
 def _steps(plan: PlanDocument) -> str:
     batch = plan.batch
     steps = plan.summary.steps
     each = f"{batch.tokens_per_step:,} tokens"
-    epochs = _counted(batch.epochs, "epoch")
+    epochs = _counted(batch.epochs, _("epochs"))
     if batch.samples_per_step is not None:
-        each += f" ({count(batch.samples_per_step, 'samples')})"
+        each += f" ({count(batch.samples_per_step, _('samples'))})"
     if steps is None:
-        return f"{each} a step, {epochs}; the number of steps is known after packing"
-    many = count(steps.value, "optimizer steps")
+        return _("{tokens} a step, {epochs}; the number of steps is known after packing").format(
+            tokens=each, epochs=epochs
+        )
+    many = count(steps.value, _("optimizer steps"))
     if steps.low != steps.high:
-        many = f"about {many} ({steps.low:,.0f} to {steps.high:,.0f} by the first rows)"
+        many = _("about {steps} ({low:,.0f} to {high:,.0f} by the first rows)").format(
+            steps=many, low=steps.low, high=steps.high
+        )
     # Before packing, steps are known for certain only by max_steps, which epochs do not count for.
     is_by_steps = batch.steps is not None and batch.blocks is None
-    return f"{many}, {each} each" if is_by_steps else f"{many} in {epochs}, {each} each"
+    if not is_by_steps:
+        many = _("{steps} in {epochs}").format(steps=many, epochs=epochs)
+    return _("{steps}, {tokens} each").format(steps=many, tokens=each)
 
 
 def _below(plan: PlanDocument, is_detailed: bool) -> list[str]:
     lines = ["", _text(_strategies(plan))] if plan.words.verdicts else []
     words = plan.words
     if words.near_miss:
-        lines += ["", _text(_pairs([("near miss", words.near_miss)]))]
+        lines += ["", _text(_pairs([(_("near miss"), words.near_miss)]))]
     if words.advice:
-        lines += ["", "what would help", _sentences(words.advice)]
+        lines += ["", _("what would help"), _sentences(words.advice)]
     return [*lines, *_details(plan)] if is_detailed else lines
 
 
@@ -236,27 +260,29 @@ def _sentences(sentences: Iterable[str]) -> str:
 
 
 def _details(plan: PlanDocument) -> list[str]:
-    lines = ["", _text(_pairs([("why", plan.words.chosen), *_figures(plan)]))]
+    lines = ["", _text(_pairs([(_("why"), plan.words.chosen), *_figures(plan)]))]
     if plan.words.others:
-        lines += ["", "the other strategies", _sentences(plan.words.others)]
+        lines += ["", _("the other strategies"), _sentences(plan.words.others)]
     if plan.stages:
         notes = [_text(_pairs([(need.stage, need.note)])) for need in plan.stages if need.note]
-        lines += ["", "what each stage needs", _text(_stages(plan)), *notes]
+        lines += ["", _("what each stage needs"), _text(_stages(plan)), *notes]
     return lines
 
 
 def _figures(plan: PlanDocument) -> Iterator[Row]:
     batch = plan.batch
     found = plan.prediction
-    yield "ranks", _ranks(plan)
+    yield _("ranks"), _ranks(plan)
     yield from _rates(plan)
-    yield "blocks", _blocks(batch)
-    yield "batch", _batch(batch)
+    yield _("blocks"), _blocks(batch)
+    yield _("batch"), _batch(batch)
     if batch.steps_per_epoch is not None:
-        last = _counted(batch.last_step_blocks, "block")
-        yield "steps", f"{batch.steps_per_epoch:,} in the first epoch, whose last step has {last}"
+        text = _("{steps:,} in the first epoch, whose last step has {blocks}").format(
+            steps=batch.steps_per_epoch, blocks=_counted(batch.last_step_blocks, _("blocks"))
+        )
+        yield _("steps"), text
     elif plan.words.steps:
-        yield "steps", plan.words.steps
+        yield _("steps"), plan.words.steps
     if found is not None:
         step_s = found.step_s.value
         parts = {
@@ -264,10 +290,10 @@ def _figures(plan: PlanDocument) -> Iterator[Row]:
             for name, spent_s in found.parts.items()
             if spent_s and spent_s > _LEAST_PART * step_s
         }
-        yield from _bars("step time", parts, step_s, brief)
-        yield "speed", _speed(plan, found)
+        yield from _bars(_("step time"), parts, step_s, brief)
+        yield _("speed"), _speed(plan, found)
         if found.gpu_hours is not None:
-            yield "run", banded(found.gpu_hours, gpu_hours)
+            yield _("run"), banded(found.gpu_hours, gpu_hours)
         yield from _network(plan, found)
     yield from _memory(plan)
     yield from _disk(plan)
@@ -276,12 +302,16 @@ def _figures(plan: PlanDocument) -> Iterator[Row]:
 def _ranks(plan: PlanDocument) -> str:
     cluster = plan.cluster
     machine = plan.machine
-    kind = "GPUs of unknown kind" if cluster.is_gpu else "CPUs"
+    kind = _("GPUs of unknown kind") if cluster.is_gpu else _("CPUs")
     if machine is not None and machine.gpu_memory_bytes:
-        kind = f"{machine.name} of {gib(machine.gpu_memory_bytes)}"
-    nodes = f"{cluster.nodes} nodes, " if cluster.nodes != 1 else ""
-    threads = cluster.cpus_per_rank
-    return f"{count(cluster.ranks, 'ranks')} on {kind}, {nodes}{count(threads, 'threads')} each"
+        kind = _("{gpu} of {memory}").format(gpu=machine.name, memory=gib(machine.gpu_memory_bytes))
+    if cluster.nodes != 1:
+        kind += _(", {nodes} nodes").format(nodes=cluster.nodes)
+    return _("{ranks} on {kind}, {threads} each").format(
+        ranks=count(cluster.ranks, _("ranks")),
+        kind=kind,
+        threads=count(cluster.cpus_per_rank, _("threads")),
+    )
 
 
 def _rates(plan: PlanDocument) -> list[Row]:
@@ -291,61 +321,66 @@ def _rates(plan: PlanDocument) -> list[Row]:
     measured = [name for name, rate in machine.rates.items() if rate.source == "measured"]
     if not measured:
         return []  # the answers say what is assumed
-    of_model = (
-        f", and {machine.measured_parts} parts of this model" if machine.measured_parts else ""
-    )
-    if machine.other_parts and not of_model:
-        of_model = f", and none of the {machine.other_parts} measured parts is of this model"
-    return [
-        (
-            "rates",
-            f"{len(measured)} of {len(machine.rates)} measured{of_model}; the others are typical "
-            "values",
+    of_model = ""
+    if machine.measured_parts:
+        of_model = _(", and {parts} parts of this model").format(parts=machine.measured_parts)
+    elif machine.other_parts:
+        of_model = _(", and none of the {parts} measured parts is of this model").format(
+            parts=machine.other_parts
         )
-    ]
+    text = _("{measured} of {rates} measured{of_model}; the others are typical values").format(
+        measured=len(measured), rates=len(machine.rates), of_model=of_model
+    )
+    return [(_("rates"), text)]
 
 
 def _blocks(batch: PlannedBatch) -> str:
     if batch.blocks is None:
-        return f"of {batch.block_tokens:,} tokens, not packed yet"
-    used = (
-        ""
-        if batch.epoch_blocks == batch.blocks
-        else f"; the first epoch uses {batch.epoch_blocks:,}"
+        return _("of {tokens:,} tokens, not packed yet").format(tokens=batch.block_tokens)
+    text = _("{blocks:,} of {tokens:,} tokens, {padding:.2%} padding").format(
+        blocks=batch.blocks, tokens=batch.block_tokens, padding=batch.padding_fraction
     )
-    weighted = f"{used}, by the weights of the sources" if used else ""
-    return (
-        f"{batch.blocks:,} of {batch.block_tokens:,} tokens, {batch.padding_fraction:.2%} "
-        f"padding{weighted}"
-    )
+    if batch.epoch_blocks != batch.blocks:
+        text += _("; the first epoch uses {blocks:,}, by the weights of the sources").format(
+            blocks=batch.epoch_blocks
+        )
+    return text
 
 
 def _batch(batch: PlannedBatch) -> str:
     held = ""
     if batch.samples_per_step is not None and batch.supervised_tokens_per_step is not None:
-        supervised = f"{batch.supervised_tokens_per_step:,.0f} supervised tokens"
-        held = f", with {batch.samples_per_step:,.0f} samples and {supervised}"
-    return (
-        f"{_counted(batch.global_batch_blocks, 'block')} = {batch.tokens_per_step:,} tokens a "
-        f"step{held}: "
-        f"micro-batch {batch.micro_batch_blocks} x accumulation {batch.accumulation} on each rank"
+        held = _(", with {samples:,.0f} samples and {tokens:,.0f} supervised tokens").format(
+            samples=batch.samples_per_step, tokens=batch.supervised_tokens_per_step
+        )
+    return _(
+        "{blocks} = {tokens:,} tokens a step{held}: micro-batch {micro_batch} x accumulation "
+        "{accumulation} on each rank"
+    ).format(
+        blocks=_counted(batch.global_batch_blocks, _("blocks")),
+        tokens=batch.tokens_per_step,
+        held=held,
+        micro_batch=batch.micro_batch_blocks,
+        accumulation=batch.accumulation,
     )
 
 
-def _counted(number: float | None, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def _counted(number: float | None, nouns: str) -> str:
+    """Return a number, which may be a fraction, with the plural `nouns`, or the singular for 1."""
+    return f"{number:,} {nouns.removesuffix('s') if number == 1 else nouns}"
 
 
 def _speed(plan: PlanDocument, found: PlannedWay) -> str:
-    speed = banded(found.tokens_per_s_per_rank, lambda each: f"{each:,.0f} tokens/s")
-    speed += f" a {'GPU' if plan.cluster.is_gpu else 'rank'}"
+    speed = _per_rank(
+        plan, banded(found.tokens_per_s_per_rank, lambda each: f"{each:,.0f} tokens/s")
+    )
     if found.mfu is not None:
+        mfu = banded(found.mfu, lambda fraction: f"{fraction * 100:.1f}%")
+        speed += _("; causal MFU {mfu}").format(mfu=mfu)
         # Others count all of the attention's products, or fp8 against its own peak, which is twice
         # that of bf16.
-        of_peak = " of bf16's peak" if plan.train.get("precision") == "fp8" else ""
-        speed += (
-            f"; causal MFU {banded(found.mfu, lambda fraction: f'{fraction * 100:.1f}%')}{of_peak}"
-        )
+        if plan.train.get("precision") == "fp8":
+            speed += _(" of bf16's peak")
     return speed
 
 
@@ -353,8 +388,10 @@ def _network(plan: PlanDocument, found: PlannedWay) -> list[Row]:
     if plan.machine is None or plan.cluster.nodes == 1:
         return []
     rate = plan.machine.rates["between_bytes_s"].value
-    sent = banded(found.network_bytes, gigabytes)
-    return [("network", f"{sent} sent by each node in a step, at {gbit_per_s(rate)}")]
+    text = _("{sent} sent by each node in a step, at {rate}").format(
+        sent=banded(found.network_bytes, gigabytes), rate=gbit_per_s(rate)
+    )
+    return [(_("network"), text)]
 
 
 def _memory(plan: PlanDocument) -> list[Row]:
@@ -364,11 +401,9 @@ def _memory(plan: PlanDocument) -> list[Row]:
         part: getattr(memory, f"{part}_bytes") for part in PARTS if is_gpu or part != "reserve"
     }
     whole = max(_needed_bytes(plan, memory), plan.gpu_memory_bytes or 0)
-    peak = (
-        f"{_needed(plan, memory, plan.prediction)} a {'GPU' if is_gpu else 'rank'}; peak "
-        f"{memory.moment}"
-    )
-    return [("memory", peak), *_bars("", sizes, whole, gib)]
+    needed = _per_rank(plan, _needed(plan, memory, plan.prediction))
+    peak = _("{needed}; peak {moment}").format(needed=needed, moment=memory.moment)
+    return [(_("memory"), peak), *_bars("", sizes, whole, gib)]
 
 
 def _needed(plan: PlanDocument, memory: Memory, predicted: PlannedWay | None) -> str:
@@ -386,16 +421,21 @@ def _disk(plan: PlanDocument) -> list[Row]:
     disk = plan.disk
     train = read_train(plan.train)
     found = plan.prediction
-    takes = f", {banded(found.checkpoint_s, brief)} to write" if found else ""
-    does = "goes on" if plan.chosen.save_async else "waits"
-    return [
-        (
-            "checkpoint",
-            f"{gigabytes(disk.checkpoint_bytes)} each{takes}, {train.intervals_in_words}, "
-            f"while the training {does}; {gigabytes(disk.needed_bytes)} for "
-            f"{train.kept_in_words}",
-        )
-    ]
+    takes = ""
+    if found:
+        takes = _(", {time} to write").format(time=banded(found.checkpoint_s, brief))
+    does = _("goes on") if plan.chosen.save_async else _("waits")
+    text = _(
+        "{size} each{takes}, {intervals}, while the training {does}; {needed} for {kept}"
+    ).format(
+        size=gigabytes(disk.checkpoint_bytes),
+        takes=takes,
+        intervals=train.intervals_in_words,
+        does=does,
+        needed=gigabytes(disk.needed_bytes),
+        kept=train.kept_in_words,
+    )
+    return [(_("checkpoint"), text)]
 
 
 def _slow_saves(plan: PlanDocument) -> str:
@@ -421,13 +461,14 @@ def _bars(
     """
     before = 0.0
     rows = list[Row]()
-    named = {PART_NAMES.get(name, name): size for name, size in parts.items() if size}
-    longest = max(map(len, named), default=0)
+    named = {_(PART_NAMES.get(name, name)): size for name, size in parts.items() if size}
+    longest = max(map(cell_len, named), default=0)
     for name, size in named.items():
         first = min(_BAR - 1, round(_BAR * before / whole))
         end = max(first + 1, round(_BAR * (before + size) / whole))
         bar = "·" * first + "█" * (end - first) + "·" * (_BAR - end)
-        rows.append(("" if rows else title, f"{name:<{longest}}  {show(size):>10}  {bar}"))
+        padded = set_cell_size(name, longest)
+        rows.append(("" if rows else title, f"{padded}  {show(size):>10}  {bar}"))
         before += size
     return rows
 
@@ -440,9 +481,9 @@ def _strategies(plan: PlanDocument) -> Table:
     if plan.prediction is not None:
         found[chosen] = plan.prediction
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("", "strategy", "memory", "step time"):
+    for name in ("", _("strategy"), _("memory"), _("step time")):
         table.add_column(name, no_wrap=True)
-    table.add_column("verdict")
+    table.add_column(_("verdict"))
     for name in (chosen, *others, *sorted(plan.words.verdicts.keys() - found.keys())):
         needed, took = "", ""
         if name in found:
@@ -457,16 +498,20 @@ def _strategies(plan: PlanDocument) -> Table:
 def _stages(plan: PlanDocument) -> Table:
     """Return a table of where each stage runs and what it takes; the training's time is above."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("stage", "runs on", "memory", "disk"):
+    for name in (_("stage"), _("runs on"), _("memory"), _("disk"), _("takes at most")):
         table.add_column(name, no_wrap=True)
-    table.add_column("takes at most", no_wrap=True)
     for need in plan.stages:
-        gpus = f"{count(need.gpus, 'GPUs')} and " if need.gpus else ""
-        on_gpu = f"{gib(need.gpu_bytes)} a GPU, " if need.gpus and need.gpu_bytes else ""
+        runs_on = count(need.cpus, _("CPUs"))
+        memory = gigabytes(need.host_bytes)
+        if need.gpus:
+            runs_on = _("{gpus} and {cpus}").format(gpus=count(need.gpus, _("GPUs")), cpus=runs_on)
+        if need.gpus and need.gpu_bytes:
+            on_gpu = _("{amount} a GPU").format(amount=gib(need.gpu_bytes))
+            memory = f"{on_gpu}, {memory}"
         table.add_row(
             need.stage,
-            f"{gpus}{count(need.cpus, 'CPUs')}",
-            f"{on_gpu}{gigabytes(need.host_bytes)}",
+            runs_on,
+            memory,
             gigabytes(need.disk_bytes) if need.disk_bytes else "",
             brief(need.work_s) if need.work_s else "",
         )
@@ -477,16 +522,16 @@ def _main_figures(plan: PlanDocument) -> dict[str, str]:
     """Return the answers, without what to do next, and the figures that a change affects most."""
     (verdict, fit), *answers = _answers(plan)
     figures = [
-        ("batch", _batch(plan.batch)),
+        (_("batch"), _batch(plan.batch)),
         *(_network(plan, plan.prediction) if plan.prediction else []),
         *_disk(plan),
     ]
     rows = {
-        "model": _model(plan),
-        "ranks": _ranks(plan),
-        "MEMORY": fit if verdict == "MEMORY" else f"{verdict}: {fit}",
+        _("model"): _model(plan),
+        _("ranks"): _ranks(plan),
+        _("MEMORY"): fit if verdict == _("MEMORY") else f"{verdict}: {fit}",
     }
-    return rows | {name: text for name, text in (*answers, *figures) if name != "NEXT"}
+    return rows | {name: text for name, text in (*answers, *figures) if name != _("NEXT")}
 
 
 def _pairs(rows: Iterable[Row]) -> Table:

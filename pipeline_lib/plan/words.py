@@ -1,6 +1,7 @@
 """The plan in words: why train this way, why not the others, and which change would help most."""
 
 from pipeline_lib.config.train import Train
+from pipeline_lib.core.language import _
 from pipeline_lib.core.units import brief, gib, gigabytes
 from pipeline_lib.plan.case import Case
 from pipeline_lib.plan.choose import AS_GOOD, AS_GOOD_ON_CPUS, Choice
@@ -52,7 +53,8 @@ def why_not_others(choice: Choice, case: Case) -> list[str]:
 
 def given(train: Train) -> str:
     """Return where the strategy of `train` comes from if the plan does not choose it."""
-    return "the default" if train.strategy == Train().strategy else "set in the config"
+    is_default = train.strategy == Train().strategy
+    return _("the default") if is_default else _("set in the config")
 
 
 def verdicts(choice: Choice, case: Case, is_auto: bool) -> dict[str, str]:
@@ -61,14 +63,14 @@ def verdicts(choice: Choice, case: Case, is_auto: bool) -> dict[str, str]:
     found = dict(choice.left_out)
     for name, way in {**choice.best, chosen.train.strategy: chosen}.items():
         if way is chosen:
-            auto = "chosen" if way.fits else "needs the least memory"
+            auto = _("chosen") if way.fits else _("needs the least memory")
             words = [auto if is_auto else given(way.train)]
         else:
             words = [_longer(way, chosen)] if way.fits else []
         if not way.fits:
             words.append(missed(way, case.machine).briefly(case.machine))
         elif way.bound != chosen.bound:
-            words.append(f"bound by {bound_in_words(way.bound)}")
+            words.append(_("bound by {bound}").format(bound=_(bound_in_words(way.bound))))
         found[name] = ", ".join(words)
     return found
 
@@ -133,7 +135,8 @@ def _traffic(way: Prediction) -> str:
 def _why_not(way: Prediction, chosen: Prediction, case: Case) -> str:
     if not way.fits:
         return f"does not fit: {_too_large(way, case)}"
-    text = f"{brief(way.step_s.value)} a step, {_longer(way, chosen)}"
+    text = _("{value} a step").format(value=brief(way.step_s.value))
+    text += _(", ") + _longer(way, chosen)
     is_as_good = abs(way.step_s.value / chosen.step_s.value - 1) <= _as_good(case)
     return f"{text}; {_traffic(way)}" if way.bound == "exchange" and not is_as_good else text
 
@@ -146,8 +149,10 @@ def _as_good(case: Case) -> float:
 def _longer(way: Prediction, chosen: Prediction) -> str:
     ratio = way.step_s.value / chosen.step_s.value
     if abs(ratio - 1) < _NOTABLE:
-        return "as long"
-    return f"{1 - ratio:.0%} shorter" if ratio < 1 else f"{ratio - 1:.0%} longer"
+        return _("as long")
+    if ratio < 1:
+        return _("{fraction:.0%} shorter").format(fraction=1 - ratio)
+    return _("{fraction:.0%} longer").format(fraction=ratio - 1)
 
 
 def _too_large(way: Prediction, case: Case) -> str:

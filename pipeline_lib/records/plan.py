@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.core.language import N_
 from pipeline_lib.records.record import Record, parse, read_record, read_sealed_json
 
 SCHEMA: Literal[3] = 3
@@ -309,11 +310,27 @@ class Placement(Record):
 # What users read for names that plan.json has for parts of the memory and of a step, and for what a
 # step is bound by.
 PART_NAMES = {
-    "exchange": "communication",
-    "exchanged": "unreduced gradients",
-    "gathered": "gathered weights",
+    "activations": N_("activations"),
+    "backward": N_("backward"),
+    "exchange": N_("communication"),
+    "exchanged": N_("unreduced gradients"),
+    "forward": N_("forward"),
+    "gathered": N_("gathered weights"),
+    "gradients": N_("gradients"),
+    "loss": N_("loss"),
+    "offload": N_("offload"),
+    "optimizer": N_("optimizer"),
+    "recompute": N_("recompute"),
+    "reserve": N_("reserve"),
+    "update": N_("update"),
+    "weights": N_("weights"),
 }
-_BOUNDS = {"device": "computing", "exchange": "communication", "offload": "host copies"}
+_BOUNDS = {
+    "device": N_("computing"),
+    "exchange": N_("communication"),
+    "host": N_("host"),
+    "offload": N_("host copies"),
+}
 
 
 TO_A_BLOCK = "ranks to a block"  # after their number, which is `context_ranks`

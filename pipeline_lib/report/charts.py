@@ -27,6 +27,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from pipeline_lib.core import units
+from pipeline_lib.core.language import _
 from pipeline_lib.records.plan import bound_in_words
 from pipeline_lib.report.plan_check import beyond
 
@@ -218,6 +219,7 @@ def environment(package: str = _OWN_TEMPLATES) -> Environment:
         *(units.size, units.seconds, units.percent, clip),
         *(units.brief, units.gib, units.signed, units.amount, units.rate, beyond, bound_in_words),
     )
+    made.globals["_"] = lambda message: Markup(_(message))  # noqa: S704  no user's text in it
     made.filters.update({show.__name__: show for show in filters})
     return made
 

@@ -5,6 +5,7 @@ from itertools import cycle
 from bokeh.models import ColumnDataSource, NumeralTickFormatter
 
 from pipeline_lib.core import units
+from pipeline_lib.core.language import _
 from pipeline_lib.records.data import Ledger, Source
 from pipeline_lib.records.evaluation import Scores
 from pipeline_lib.report.charts import (
@@ -73,7 +74,7 @@ def ledger_figure(ledger: Ledger) -> Chart | None:
     return stacked_bars(
         short_names([source.name for source in sources]),
         parts,
-        "samples, or rows that gave no sample",
+        _("samples, or rows that gave no sample"),
         "0,0",
     )
 
@@ -83,7 +84,10 @@ def lengths_figure(ledger: Ledger) -> Chart | None:
     edges = ledger.length_histogram.edges
     counts = ledger.length_histogram.counts
     plot = empty_plot(
-        240, "length of a sample (tokens)", "kept samples", y_range=(0, 1.05 * max(1, *counts))
+        240,
+        _("length of a sample (tokens)"),
+        _("kept samples"),
+        y_range=(0, 1.05 * max(1, *counts)),
     )
     source = ColumnDataSource({"left": edges[:-1], "right": edges[1:], "count": counts})
     bars = plot.quad(
@@ -99,15 +103,15 @@ def scores_figure(scores: Scores | None) -> Chart | None:
     """Draw the held-out loss of every scored model, with its 95 % interval if it is known."""
     if scores is None:
         return None
-    losses = {"base": scores.base.loss, "unigram": scores.unigram.loss}
-    estimates = {"base": estimate_of(scores.base), "unigram": None}
+    losses = {_("base"): scores.base.loss, _("unigram"): scores.unigram.loss}
+    estimates = {_("base"): estimate_of(scores.base), _("unigram"): None}
     if scores.shuffled is not None:
-        losses["shuffled prompts"] = scores.shuffled.loss
-        estimates["shuffled prompts"] = estimate_of(scores.shuffled)
-    losses["tuned"] = scores.tuned.loss
-    estimates["tuned"] = estimate_of(scores.tuned)
+        losses[_("shuffled prompts")] = scores.shuffled.loss
+        estimates[_("shuffled prompts")] = estimate_of(scores.shuffled)
+    losses[_("tuned")] = scores.tuned.loss
+    estimates[_("tuned")] = estimate_of(scores.tuned)
     plot = empty_bars(
-        list(losses), "held-out loss (nats per supervised token)", 1.2 * max(losses.values())
+        list(losses), _("held-out loss (nats per supervised token)"), 1.2 * max(losses.values())
     )
     source = ColumnDataSource(
         {
@@ -115,7 +119,7 @@ def scores_figure(scores: Scores | None) -> Chart | None:
             "loss": list(losses.values()),
             "low": [one.low if one else losses[name] for name, one in estimates.items()],
             "high": [one.high if one else losses[name] for name, one in estimates.items()],
-            "colour": [BLUE if name == "tuned" else GREY for name in losses],
+            "colour": [BLUE if name == _("tuned") else GREY for name in losses],
             "label": [f"  {units.real(loss)}" for loss in losses.values()],
         }
     )
@@ -137,7 +141,7 @@ def scores_figure(scores: Scores | None) -> Chart | None:
     )
     add_hover(plot, bars, tips)
     if any(one.standard_error for one in estimates.values() if one):
-        return Chart(plot, ((RED, "interval of 95%"),))
+        return Chart(plot, ((RED, _("interval of 95%")),))
     return Chart(plot)
 
 
@@ -146,9 +150,9 @@ def _fates(source: Source) -> dict[tuple[str, str], int]:
     cut = source.truncated
     pieces = source.split
     fates = {
-        ("kept", "kept whole"): source.kept - cut - pieces,
-        ("kept", "kept, cut"): cut,
-        ("kept", "kept, pieces of longer ones"): pieces,
+        ("kept", _("kept whole")): source.kept - cut - pieces,
+        ("kept", _("kept, cut")): cut,
+        ("kept", _("kept, pieces of longer ones")): pieces,
         ("rows dropped", "rows dropped: duplicates"): source.duplicates_dropped,
     }
     for reason, number in source.dropped.items():

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len, set_cell_size
+
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.dag import RESULTS, Dag
 from pipeline_lib.config.halving import RUNG_LOGS, Competitor, Rung, last_decisions
 from pipeline_lib.config.stages import PRODUCTS
 from pipeline_lib.core import units
+from pipeline_lib.core.language import N_, _
 from pipeline_lib.core.run_folder import METRICS_NAME, SUMMARY_NAME
 from pipeline_lib.core.stage import Say, open_sealed
 from pipeline_lib.core.store import Ref, Store
@@ -25,7 +28,8 @@ from pipeline_lib.report.ship import ShipVerdict, ship_verdict
 
 LOGS = Path("logs")
 BEGUN = "begun"  # a file beside the logs, stamped by the same clock, which may be a file server's
-_DONE, _STOPPED, _FAILED, _OPEN = "done", "stopped", "failed", "not done"
+_DONE, _STOPPED = N_("done"), N_("stopped")
+_FAILED, _OPEN = N_("failed"), N_("not done")
 _ORDER = (_DONE, _STOPPED, _FAILED, _OPEN)
 
 
@@ -49,8 +53,12 @@ class Outcome:
     @property
     def cells(self) -> tuple[str, ...]:
         """The cells of its table row."""
-        state = f"{self.state}: {self.stage}" if self.stage else self.state
-        rung = "" if self.rung is None else f"{units.real(self.rung_loss)} at step {self.rung}"
+        state = f"{_(self.state)}: {self.stage}" if self.stage else _(self.state)
+        rung = ""
+        if self.rung is not None:
+            rung = _("{loss} at step {step}").format(
+                loss=units.real(self.rung_loss), step=self.rung
+            )
         where = str(self.log) if self.log else ""
         return (
             self.name,
@@ -101,15 +109,22 @@ def outcomes_of(
 def outcome_table(found: Sequence[Outcome]) -> str:
     """Return a table of the outcomes, and the number of experiments in each state."""
     rows: list[tuple[str, ...]] = [
-        ("experiment", "state", "at a rung", "final loss", "held-out loss", "log")
+        (
+            _("experiment"),
+            _("state"),
+            _("at a rung"),
+            _("final loss"),
+            _("held-out loss"),
+            _("log"),
+        )
     ]
     rows += [one.cells for one in found]
     if all(one.rung is None for one in found):
         rows = [row[:2] + row[3:] for row in rows]
     counts = Counter(one.state for one in found)
-    states = ", ".join(f"{counts[state]} {state}" for state in _ORDER if counts[state])
+    states = ", ".join(f"{counts[state]} {_(state)}" for state in _ORDER if counts[state])
     lines = units.columns(rows)
-    lines.append(f"{units.count(len(found), 'experiments')}: {states}")
+    lines.append(f"{units.count(len(found), _('experiments'))}: {states}")
     return "\n".join(lines)
 
 
@@ -136,18 +151,18 @@ def tell_results(dag: Dag, say: Say) -> None:
     sealed = open_sealed(experiment.ref("evaluate"), dag.store)
     evaluation = read_record(Evaluation, sealed.file(EVALUATION_NAME))
     tokenize = open_sealed(experiment.ref("tokenize"), dag.store).manifest
-    rows = [("verdict", evaluation.verdict.text)]
+    rows = [(_("verdict"), evaluation.verdict.text)]
     if verdict := ship_verdict_of(experiment, dag.store):
-        rows.append(("ship", verdict.text))
+        rows.append((_("ship"), verdict.text))
     for part, product in PRODUCTS.items():
         if part in experiment.specs:
             name = Path(product.link).stem
-            rows.append((name, str(RESULTS / experiment.name / product.link)))
-    rows.append(("chat", f"qwen3 chat {shlex.quote(experiment.name)}"))
-    rows += [("call", line) for line in how_to_call(modes_in(tokenize))]
-    width = max(len(name) for name, _ in rows)
+            rows.append((_(name), str(RESULTS / experiment.name / product.link)))
+    rows.append((_("chat"), f"qwen3 chat {shlex.quote(experiment.name)}"))
+    rows += [(_("call"), line) for line in how_to_call(modes_in(tokenize))]
+    width = max(cell_len(name) for name, _text in rows)
     for name, text in rows:
-        say(f"{name:{width}}  {text}")
+        say(f"{set_cell_size(name, width)}  {text}")
 
 
 def ship_verdict_of(experiment: Experiment, store: Store) -> ShipVerdict | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipeline_lib.core import units
 from pipeline_lib.core.events import EventName
+from pipeline_lib.core.language import _
 from pipeline_lib.data.chat_template import repetition
 from pipeline_lib.data.how_to_call import warning_of
 from pipeline_lib.records.benchmark import BenchmarkComparison, Benchmarks, Fault
@@ -71,7 +72,7 @@ def render(facts: ReportFacts, curves: Curves) -> str:
         "date": date_of(facts),
         "settings": setting_rows(facts),
         "next_commands": _next_commands(facts.experiment),
-        "lineage_gist": units.count(len(links), "stages"),
+        "lineage_gist": units.count(len(links), _("stages")),
         "limits": LIMITS,
         "settling_steps": SETTLING_STEPS,
         "cost": _cost(facts),
@@ -109,22 +110,28 @@ def _next_commands(experiment: str) -> list[tuple[str, str]]:
     """Return commands with what each does, for the reader of the results."""
     name = shlex.quote(experiment)
     return [
-        (f"qwen3 chat {name}", "talk to the model; /base asks the base model"),
-        (f"qwen3 compare {name} OTHER", "whether the difference to another experiment is noise"),
-        (f"qwen3 trace {name}", "check what the model was made from"),
-        (f"cp -rL results/{name}/model FOLDER", "copy the model, to load, serve or share it"),
+        (f"qwen3 chat {name}", _("talk to the model; /base asks the base model")),
+        (
+            f"qwen3 compare {name} OTHER",
+            _("whether the difference to another experiment is noise"),
+        ),
+        (f"qwen3 trace {name}", _("check what the model was made from")),
+        (
+            f"cp -rL results/{name}/model FOLDER",
+            _("copy the model, to load, serve or share it"),
+        ),
     ]
 
 
 def _memory_of(plan: PlanDocument | None) -> str:
     """Return what the peak memory is of, and what there is."""
     if plan is None:
-        return "of a rank"
+        return _("of a rank")
     if not plan.cluster.is_gpu:
-        return "of a rank's process while training"
+        return _("of a rank's process while training")
     if not plan.gpu_memory_bytes:
-        return "of a rank"
-    return f"of a rank, of {units.gib(plan.gpu_memory_bytes)} on its GPU"
+        return _("of a rank")
+    return _("of a rank, of {size} on its GPU").format(size=units.gib(plan.gpu_memory_bytes))
 
 
 def _cost(facts: ReportFacts) -> dict[str, str]:
@@ -158,10 +165,13 @@ def _cost(facts: ReportFacts) -> dict[str, str]:
 
 def _score_rows(scores: Scores) -> list[dict[str, Any]]:
     """Return a row for every model, with the intervals of its loss and perplexity."""
-    named: dict[str, Score | UnigramScore] = {"base": scores.base, "unigram": scores.unigram}
+    named: dict[str, Score | UnigramScore] = {
+        _("base"): scores.base,
+        _("unigram"): scores.unigram,
+    }
     if scores.shuffled is not None:
-        named["tuned, shuffled prompts"] = scores.shuffled
-    named["tuned"] = scores.tuned
+        named[_("tuned, shuffled prompts")] = scores.shuffled
+    named[_("tuned")] = scores.tuned
     rows = []
     for name, score in named.items():
         one = estimate_of(score) if isinstance(score, Score) else None
@@ -217,7 +227,9 @@ def _ends(estimate: SampleEstimate | None) -> str:
     """Return the interval of an estimate; empty without one."""
     if estimate is None:
         return ""
-    return f"{units.real(estimate.low, '', 4)} to {units.real(estimate.high, '', 4)}"
+    return _("{low} to {high}").format(
+        low=units.real(estimate.low, "", 4), high=units.real(estimate.high, "", 4)
+    )
 
 
 def _rank_rows(facts: ReportFacts) -> list[dict[str, Any]]:
@@ -266,7 +278,9 @@ def _way_rows(plan: PlanDocument | None) -> list[dict[str, Any]]:
     rows = []
     for way in (plan.prediction, *others):
         strategy, *settings = way.words
-        said = f"{strategy}, chosen" if way is plan.prediction else strategy
+        said = strategy
+        if way is plan.prediction:
+            said = _("{strategy}, chosen").format(strategy=strategy)
         rows.append({"name": said, "way": way, "settings": ", ".join(settings) or units.NONE})
     return rows
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline_lib.core import units
 from pipeline_lib.core.events import EventName
+from pipeline_lib.core.language import _
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.units import HOUR_S
 from pipeline_lib.records.plan import Figure, PlanDocument, PlannedWay
@@ -132,11 +133,13 @@ def tally(compared: Sequence[Compared]) -> str:
     judged = [one for one in compared if one.is_judged]
     others = len(compared) - len(judged)
     if not judged:
-        return f"{units.count(others, 'figures')} not judged"
-    text = f"{sum(one.within for one in judged)} of {len(judged)} "
-    text += "figure is within its band" if len(judged) == 1 else "figures are within their bands"
+        return _("{figures} not judged").format(figures=units.count(others, _("figures")))
+    text = _("{within} of {judged} figures are within their bands")
+    if len(judged) == 1:
+        text = _("{within} of {judged} figure is within its band")
+    text = text.format(within=sum(one.within for one in judged), judged=len(judged))
     if others:
-        text += f", {others} not judged"
+        text += _(", {number} not judged").format(number=others)
     return text
 
 

@@ -7,6 +7,7 @@ from bokeh.models import ColumnDataSource, NumeralTickFormatter
 from bokeh.models.annotations import Span
 
 from pipeline_lib.core import units
+from pipeline_lib.core.language import N_, _
 from pipeline_lib.core.units import GIB, MIB
 from pipeline_lib.records.plan import PART_NAMES, Memory, PlanDocument, Segment
 from pipeline_lib.report.charts import (
@@ -47,11 +48,11 @@ STEP_COLOURS = {
     "rest": "#b4bbc3",
 }
 STEP_NAMES = {
-    "recompute": "recomputed activations",
-    "exchange": "communication not hidden",
-    "offload": "copies to host memory",
-    "data": "waiting for data",
-    "rest": "between the phases",
+    "recompute": N_("recomputed activations"),
+    "exchange": N_("communication not hidden"),
+    "offload": N_("copies to host memory"),
+    "data": N_("waiting for data"),
+    "rest": N_("between the phases"),
 }
 LANES = ("compute", "exchange", "host")
 EXCHANGE_COLOURS = (*REDS, *AMBERS[1:])
@@ -68,7 +69,12 @@ def memory_figure(plan: PlanDocument | None) -> Chart | None:
     chosen = plan.chosen.strategy
     limit = plan.gpu_memory_bytes
     ordered = sorted(plan.memory, key=lambda name: name != chosen)
-    names = short_names([f"{name}, chosen" if name == chosen else name for name in ordered])
+    names = short_names(
+        [
+            _("{strategy}, chosen").format(strategy=name) if name == chosen else name
+            for name in ordered
+        ]
+    )
     by_part = [_parts_of(plan.memory[name], plan.cluster.is_gpu) for name in ordered]
     longest = max(sum(parts.values()) for parts in by_part)
     scale, unit = (GIB, "GiB") if longest >= GIB else (MIB, "MiB")
@@ -76,17 +82,17 @@ def memory_figure(plan: PlanDocument | None) -> Chart | None:
     for part, colour in MEMORY_COLOURS.items():
         values = [parts.get(part, 0) / scale for parts in by_part]
         if any(values):
-            bars.append(BarSeries(PART_NAMES.get(part, part), colour, values, unit))
+            bars.append(BarSeries(_(PART_NAMES.get(part, part)), colour, values, unit))
     if not bars:
         return None
-    label = f"memory of one rank ({unit})"
+    label = _("memory of one rank ({unit})").format(unit=unit)
     if not limit or limit >= _FAR * longest:
         return stacked_bars(names, bars, label, "0,0.00")
     chart = stacked_bars(names, bars, label, "0,0.00", reach=limit / scale)
     chart.plot.add_layout(
         Span(location=limit / scale, dimension="height", line_color=RED, line_width=2)
     )
-    of_gpu = (RED, f"the GPU has {units.gib(limit)}")
+    of_gpu = (RED, _("the GPU has {size}").format(size=units.gib(limit)))
     return Chart(chart.plot, (*chart.legend, of_gpu))
 
 
@@ -106,9 +112,9 @@ def phases_figure(plan: PlanDocument | None, measured: Mapping[str, float | None
     if measured.get("step_s"):
         by_phase["data"] = measured.get("data_wait_s") or 0.0
     bars = {
-        "predicted, by cause": by_cause,
-        "predicted, by phase": _with_rest(phases, predicted.step_s.value),
-        "measured, by phase": by_phase,
+        _("predicted, by cause"): by_cause,
+        _("predicted, by phase"): _with_rest(phases, predicted.step_s.value),
+        _("measured, by phase"): by_phase,
     }
     bars = {name: parts for name, parts in bars.items() if sum(parts.values()) > 0}
     if not by_cause or not bars:
@@ -119,8 +125,10 @@ def phases_figure(plan: PlanDocument | None, measured: Mapping[str, float | None
         values = [parts.get(name, 0.0) / scale for parts in bars.values()]
         if any(values):
             colour = STEP_COLOURS.get(name, GREY)
-            series.append(BarSeries(STEP_NAMES.get(name, name), colour, values, unit))
-    return stacked_bars(list(bars), series, f"time of one optimizer step ({unit})", "0,0.0[00]")
+            series.append(BarSeries(_(STEP_NAMES.get(name, name)), colour, values, unit))
+    return stacked_bars(
+        list(bars), series, _("time of one optimizer step ({unit})").format(unit=unit), "0,0.0[00]"
+    )
 
 
 def timeline_figure(plan: PlanDocument | None) -> Chart | None:
@@ -136,7 +144,7 @@ def timeline_figure(plan: PlanDocument | None) -> Chart | None:
     scale, unit = _time_scale(end_s)
     plot = empty_bars(
         [PART_NAMES.get(lane, lane) for lane in lanes],
-        f"time since the step began ({unit})",
+        _("time since the step began ({unit})").format(unit=unit),
         1.02 * end_s / scale,
     )
     plot.xaxis.formatter = NumeralTickFormatter(format="0,0.[00]")

@@ -12,6 +12,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from rich.cells import set_cell_size
 from rich.console import Console
 from rich.table import Table
 from ruamel.yaml import YAML
@@ -23,6 +24,7 @@ from pipeline_lib.config.train import CHOSEN_KEYS, RENAMED, held_keys
 from pipeline_lib.core import units
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.files import json_text, read_json, remove_dir, write_text
+from pipeline_lib.core.language import N_, _
 from pipeline_lib.core.stage import open_sealed
 from pipeline_lib.core.store import MANIFEST_NAME, Store, read_manifest, verify
 from pipeline_lib.report.facts import read_facts
@@ -59,7 +61,7 @@ def best_of(dag: Dag) -> Experiment:
     first = outcomes(dag)[0]
     if not first.is_done:
         raise IntegrityError(
-            "no experiment of the sweep is finished; run `snakemake` with the same config first"
+            _("no experiment of the sweep is finished; run `snakemake` with the same config first")
         )
     return next(one for one in dag.experiments if one.name == first.name)
 
@@ -145,16 +147,19 @@ def print_summary(experiment: Experiment, store: Store, *, is_linked: bool = Tru
     console.print(summary_table(experiment, store))
     report = experiment.ref("report")
     merged = experiment.ref("merge")
-    paths = {"report": store.sealed(report) / "report.html", "model": store.sealed(merged)}
+    paths = {
+        N_("report"): store.sealed(report) / "report.html",
+        N_("model"): store.sealed(merged),
+    }
     if is_linked:
         paths = link_results(experiment, store)
     elif not store.is_sealed(merged):
         del paths["model"]
-    lines = [(name, str(path)) for name, path in paths.items()]
+    lines = [(_(name), str(path)) for name, path in paths.items()]
     if model := paths.get("model"):
-        lines.append(("chat", f"{_program()} chat {shlex.quote(str(model))}"))
+        lines.append((_("chat"), f"{_program()} chat {shlex.quote(str(model))}"))
     for name, text in lines:
-        console.print(f"{name:6}  {text}", markup=False, soft_wrap=True)
+        console.print(f"{set_cell_size(name, 6)}  {text}", markup=False, soft_wrap=True)
 
 
 def _program() -> str:
@@ -171,7 +176,7 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
     scores = facts.scores
     training = facts.training
     table = Table(
-        title=f"Experiment {experiment.name}",
+        title=_("Experiment {name}").format(name=experiment.name),
         title_justify="left",
         show_header=False,
         pad_edge=False,
@@ -179,21 +184,27 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
     table.add_column()
     table.add_column(justify="right")
     if scores is None:
-        table.add_row("held-out loss", "nothing was held out")
-    models = {"base": scores.base, "tuned": scores.tuned} if scores else {}
+        table.add_row(_("held-out loss"), _("nothing was held out"))
+    models = {}
+    if scores is not None:
+        models = {
+            _("held-out loss, base"): scores.base,
+            _("held-out loss, tuned"): scores.tuned,
+        }
     for name, score in models.items():
-        loss = units.real(score.loss, "nats/token")
-        perplexity = units.rounded(score.perplexity)
-        table.add_row(f"held-out loss, {name}", f"{loss}, perplexity {perplexity}")
+        text = _("{loss}, perplexity {perplexity}").format(
+            loss=units.real(score.loss, "nats/token"), perplexity=units.rounded(score.perplexity)
+        )
+        table.add_row(name, text)
     for name, found in facts.benchmarks.compared.items() if facts.benchmarks else ():
         fractions = f"{units.percent(found.base.fraction)}, {units.percent(found.tuned.fraction)}"
-        table.add_row(f"{name}, right, base and tuned", fractions)
-        table.add_row("difference", difference_words(found))
-    table.add_row("trained", units.count(training.tokens, "tokens"))
-    table.add_row("of them supervised", units.count(training.supervised_tokens, "tokens"))
-    table.add_row("speed", units.count(facts.tokens_per_s, "tokens/s"))
+        table.add_row(_("{name}, right, base and tuned").format(name=name), fractions)
+        table.add_row(_("difference"), difference_words(found))
+    table.add_row(_("trained"), units.count(training.tokens, "tokens"))
+    table.add_row(_("of them supervised"), units.count(training.supervised_tokens, "tokens"))
+    table.add_row(_("speed"), units.count(facts.tokens_per_s, "tokens/s"))
     if compared := facts.compared:
-        table.add_row("as predicted", tally(compared))
+        table.add_row(_("as predicted"), tally(compared))
     table.add_section()
     all_s = 0.0
     for part, spec in experiment.specs.items():
@@ -207,7 +218,7 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
         for span in spans:
             if span.name and span.duration_s > NOTABLE * facts.total_s:
                 table.add_row(f"  {span.name}", units.seconds(span.duration_s))
-    table.add_row("all stages", units.seconds(all_s))
+    table.add_row(_("all stages"), units.seconds(all_s))
     return table
 
 
@@ -219,8 +230,10 @@ def sealed_part(experiment: Experiment, store: Store, part: str) -> Path:
     path = store.sealed(experiment.ref(part))
     if not store.is_sealed(experiment.ref(part)):
         raise IntegrityError(
-            f"{path}: experiment {experiment.name!r} has no finished {part}; run `snakemake` with "
-            "the same config first"
+            _(
+                "{path}: experiment {name!r} has no finished {part}; run `snakemake` with the same "
+                "config first"
+            ).format(path=path, name=experiment.name, part=part)
         )
     verify(path, store.verified)
     return path

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from pipeline_lib.config.train import Train, read_train
 from pipeline_lib.core import units
+from pipeline_lib.core.language import _
 from pipeline_lib.lineage.record import origin_of, settings_in
 from pipeline_lib.records.data import Source
 from pipeline_lib.report.facts import ReportFacts
@@ -16,20 +17,25 @@ def setting_rows(facts: ReportFacts) -> list[tuple[str, str]]:
     train = read_train(settings_in(facts.manifests["train"]))
     training = facts.training
     model = origin_of(facts.manifests["model"])
-    steps = units.count(training.steps, "steps")
-    epochs = units.compact(training.epochs, "epochs")
+    steps = units.count(training.steps, _("steps"))
+    epochs = units.compact(training.epochs, _("epochs"))
     block = units.count(facts.train_index.block_tokens, "tokens")
-    ranks = units.count(training.world_size, "ranks")
+    ranks = units.count(training.world_size, _("ranks"))
     return [
-        ("Model", f"{model}, {units.compact(training.parameters, 'parameters')}"),
-        ("Data", _data(facts.ledger.sources)),
-        ("Method", method_words(train)),
-        ("Learning rate", _rate(train)),
-        ("Batch", f"{_batch(train)} a step, packed into blocks of {block}"),
-        ("Length", f"{steps}, {epochs}"),
-        ("Numbers", f"{train.precision}, {train.optimizer}, seed {train.seed}"),
-        ("Machine", f"{training.strategy} on {ranks}"),
-        ("Date", date_of(facts)),
+        (_("Model"), f"{model}, {units.compact(training.parameters, 'parameters')}"),
+        (_("Data"), _data(facts.ledger.sources)),
+        (_("Method"), method_words(train)),
+        (_("Learning rate"), _rate(train)),
+        (
+            _("Batch"),
+            _("{batch} a step, packed into blocks of {block}").format(
+                batch=_batch(train), block=block
+            ),
+        ),
+        (_("Length"), f"{steps}, {epochs}"),
+        (_("Numbers"), f"{train.precision}, {train.optimizer}, seed {train.seed}"),
+        (_("Machine"), _("{strategy} on {ranks}").format(strategy=training.strategy, ranks=ranks)),
+        (_("Date"), date_of(facts)),
     ]
 
 
@@ -42,7 +48,7 @@ def date_of(facts: ReportFacts) -> str:
 def method_words(train: Train) -> str:
     """Return how the weights are trained: `all weights`, `LoRA, rank 16, alpha 32`."""
     if train.method == "full":
-        return "all weights"
+        return _("all weights")
     name = "QLoRA (base in 4 bits)" if train.lora.base == "nf4" else "LoRA"
     return f"{name}, rank {train.lora.rank}, alpha {train.lora.alpha}"
 

@@ -7,6 +7,7 @@ from pipeline_lib.config.benchmarks import Ship
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.files import write_json, write_text
+from pipeline_lib.core.language import Language, speaking
 from pipeline_lib.core.stage import Job
 from pipeline_lib.records.benchmark import Benchmarks
 from pipeline_lib.records.evaluation import Scores
@@ -145,7 +146,10 @@ def run(job: Job) -> dict[str, Any]:
     ship = read_settings(Ship, settings.get("ship", {}))
     facts = read_facts(str(settings["experiment"]), job.inputs, ship)
     curves = curves_of(facts.steps)
-    page = render(facts, curves)
+    # It is in the digest: who runs the stage, and in which language, changes no byte of the page.
+    language: Language = job.spec.settings.get("language", "en")
+    with speaking(language):
+        page = render(facts, curves)
     write_text(job.out / REPORT_NAME, page)
     write_json(job.out / SUMMARY_NAME, summary_of(facts))
     write_text(job.out / CURVES_NAME, curves_csv(curves))

@@ -8,6 +8,7 @@ import numpy as np
 from bokeh.models import ColumnDataSource, CrosshairTool, NumeralTickFormatter, Range1d
 from bokeh.models.annotations import Span
 
+from pipeline_lib.core.language import _
 from pipeline_lib.report.charts import (
     AMBER,
     BLUE,
@@ -39,7 +40,7 @@ class _StepAxis:
     def plot(self, height: int, label: str, is_log: bool) -> Any:
         """Return an empty figure."""
         scale = "log" if is_log else "linear"
-        plot = empty_plot(height, "optimizer step", label, x_range=self.steps, y_axis_type=scale)
+        plot = empty_plot(height, _("optimizer step"), label, x_range=self.steps, y_axis_type=scale)
         plot.add_tools(CrosshairTool(overlay=self.pointer, visible=False))
         plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
         plot.xaxis.ticker.desired_num_ticks = plot.yaxis.ticker.desired_num_ticks = 5
@@ -68,17 +69,21 @@ def training_figures(
     )
     drawn = {
         "figure-loss": _loss(curves, restarts, validations, epochs, axis),
-        "figure-lr": _curve(curves, "lr", "learning rate", GREEN, "0.00e+0", axis),
+        "figure-lr": _curve(curves, "lr", _("learning rate"), GREEN, "0.00e+0", axis),
         "figure-throughput": _curve(
-            curves, "tokens_per_s", "tokens/s, all ranks", AMBER, "0,0", axis
+            curves, "tokens_per_s", _("tokens/s, all ranks"), AMBER, "0,0", axis
         ),
-        "figure-gradient": _curve(curves, "grad_norm", "gradient norm (L2)", PURPLE, "0.00", axis),
+        "figure-gradient": _curve(
+            curves, "grad_norm", _("gradient norm (L2)"), PURPLE, "0.00", axis
+        ),
         "figure-peak": _curve(
-            curves, "peak_memory_mb", "peak memory (GiB)", TEAL, "0,0.0[0]", axis, GIB_OF_MB
+            curves, "peak_memory_mb", _("peak memory (GiB)"), TEAL, "0,0.0[0]", axis, GIB_OF_MB
         ),
     }
     if (gradient := drawn["figure-gradient"]) is not None:
-        log = _curve(curves, "grad_norm", "gradient norm (L2)", PURPLE, "0.00", axis, is_log=True)
+        log = _curve(
+            curves, "grad_norm", _("gradient norm (L2)"), PURPLE, "0.00", axis, is_log=True
+        )
         drawn["figure-gradient"] = Chart(gradient.plot, log_plot=log.plot if log else None)
     return {name: chart for name, chart in drawn.items() if chart is not None}
 
@@ -93,20 +98,22 @@ def _loss(
     """Draw raw, smoothed and held-out loss, epochs and restarts, on linear and logarithmic scales."""
     if not np.isfinite(curves.loss).any():
         return None
-    each = "each step"
+    each = _("each step")
     if curves.steps_per_point > 1:
-        each = f"mean of {curves.steps_per_point} steps, from lowest to highest"
+        each = _("mean of {steps} steps, from lowest to highest").format(
+            steps=curves.steps_per_point
+        )
     legend = [
         (FAINT_BLUE, each),
-        (BLUE, "training loss, smoothed"),
+        (BLUE, _("training loss, smoothed")),
     ]
     marked = epochs if len(epochs) <= _MOST_EPOCHS else ()
     if validations:
-        legend.append((AMBER, "held-out loss"))
+        legend.append((AMBER, _("held-out loss")))
     if marked:
-        legend.append((GREY, "start of an epoch"))
+        legend.append((GREY, _("start of an epoch")))
     if restarts:
-        legend.append((RED, "restart"))
+        legend.append((RED, _("restart")))
     columns = {
         "step": curves.step,
         "loss": curves.loss,
@@ -118,7 +125,7 @@ def _loss(
     held_out = ColumnDataSource({"step": list(validations), "loss": list(validations.values())})
     plots = []
     for is_log in (False, True):
-        plot = axis.plot(320, "loss (nats per supervised token)", is_log)
+        plot = axis.plot(320, _("loss (nats per supervised token)"), is_log)
         plot.yaxis.formatter = NumeralTickFormatter(format="0.[00]")
         if curves.steps_per_point > 1:
             plot.varea("step", "low", "high", color=BLUE, fill_alpha=_BAND_ALPHA, source=source)

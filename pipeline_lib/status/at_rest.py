@@ -13,6 +13,7 @@ from pathlib import Path
 from pipeline_lib.config.halving import RUNG_LOGS
 from pipeline_lib.core.errors import Interrupted, end_of_log
 from pipeline_lib.core.events import EventName
+from pipeline_lib.core.language import N_, _
 from pipeline_lib.core.run_folder import ERRORS, EVENTS_NAME
 from pipeline_lib.core.run_record import RunRecord, tail, text_of, whole
 from pipeline_lib.core.stage import done_lines
@@ -22,15 +23,15 @@ from pipeline_lib.launch.rank_report import RankReport
 from pipeline_lib.slurm.queue import PENDING, QueuedJob
 from pipeline_lib.status.catalog import changed_at, json_object
 
-DONE = "done"
-RUNNING = "running"
-WAITING = "waiting"
-REQUEUED = "requeued"
-INTERRUPTED = "interrupted"
-FAILED = "failed"
-NOT_BEGUN = "not begun"
-STOPPED = "stopped"  # by its sweep, until the sweep decides anew
-UNREADABLE = "unreadable"
+DONE = N_("done")
+RUNNING = N_("running")
+WAITING = N_("waiting")
+REQUEUED = N_("requeued")
+INTERRUPTED = N_("interrupted")
+FAILED = N_("failed")
+NOT_BEGUN = N_("not begun")
+STOPPED = N_("stopped")  # by its sweep, until the sweep decides anew
+UNREADABLE = N_("unreadable")
 
 LOGS = Path("logs")
 SLURM_LOGS = Path("logs/slurm")
@@ -50,7 +51,7 @@ _OVER = (
 # between the last event and the end of the log, which may be on different file systems
 _SLACK_S = 5.0
 _ENDED_FOR_GOOD = (EventName.RUN_FAILED, EventName.RUN_REQUEUE_REFUSED)
-_SILENT = "its process is gone and left no message: it was killed, or its machine went down"
+_SILENT = N_("its process is gone and left no message: it was killed, or its machine went down")
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def at_rest(traces: Traces) -> AtRest:
     has_log = traces.log is not None
     if traces.run is not None and (ended := _end_of_run(traces.run, has_log)) is not None:
         return ended
-    return AtRest(INTERRUPTED, _SILENT) if has_log else AtRest(NOT_BEGUN)
+    return AtRest(INTERRUPTED, _(_SILENT)) if has_log else AtRest(NOT_BEGUN)
 
 
 def _in_queue(traces: Traces) -> AtRest | None:
@@ -229,7 +230,7 @@ def _end_of_run(run: RunRecord, has_log: bool) -> AtRest | None:
         before = None
         if last == EventName.RUN_REQUEUE_REFUSED:
             before = text_of(run.newest(EventName.RUN_INTERRUPTED).get("reason"))
-        return AtRest(known.state, _joined(shown(before or ""), shown(known.reason or _SILENT)))
+        return AtRest(known.state, _joined(shown(before or ""), shown(known.reason or _(_SILENT))))
     if run.is_rewound:
         return AtRest(INTERRUPTED, f"rewound to step {whole(run.last_event.get('step'))}")
     if last == EventName.RUN_REQUEUED:
@@ -242,7 +243,7 @@ def _end_of_run(run: RunRecord, has_log: bool) -> AtRest | None:
             return AtRest(INTERRUPTED, why)
         why = f"a shorter run or a rehearsal ended after step {step}; training resumes from there"
         return AtRest(NOT_BEGUN, why)
-    return AtRest(INTERRUPTED, _SILENT) if run.rows or run.events else None
+    return AtRest(INTERRUPTED, _(_SILENT)) if run.rows or run.events else None
 
 
 def shown(text: str) -> str:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 
-from pipeline_lib.core.errors import LogEnd, end_of_log
+from pipeline_lib.core.errors import ERROR, LogEnd, end_of_log
+from pipeline_lib.core.language import N_, _
 from pipeline_lib.core.run_record import tail
 from pipeline_lib.core.text import cut, redact
 from pipeline_lib.core.units import count
@@ -14,8 +15,8 @@ LOG_BYTES = 65536
 MOST_FAILURES = 10
 MOST_CHARS = 3000  # of one error
 LAST_LINES = 5  # of a log that does not say why it ends
-_STOPPED = "stopped by a signal while it was starting"
-_KILLED = "it ended without an error message: it was killed, for example because memory ran out"
+_STOPPED = N_("stopped by a signal while it was starting")
+_KILLED = N_("it ended without an error message: it was killed, for example because memory ran out")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Failure:
         below = [cut(redact(reason), MOST_CHARS)]
         for log in self.logs:
             if log.exists() and str(log) not in reason:
-                below.append(f"log: {log}")
+                below.append(_("log: {paths}").format(paths=log))
         return [f"- {self.title}", indent("\n".join(below), "    ")]
 
     def _reason(self) -> str:
@@ -57,11 +58,11 @@ class Failure:
         if self.executor_message:
             said.append(self.executor_message)
         if self.is_stopped:
-            said.append(_STOPPED)
+            said.append(_(_STOPPED))
         if not last:
-            return "\n".join(said or ["it ended, and its log is empty"])
-        lines = said or [_KILLED]
-        lines.append("the last lines of its log:")
+            return "\n".join(said or [_("it ended, and its log is empty")])
+        lines = said or [_(_KILLED)]
+        lines.append(_("the last lines of its log:"))
         lines += [f"  {line}" for line in last]
         return "\n".join(lines)
 
@@ -72,24 +73,25 @@ def last_words(failures: Sequence[Failure], errors: Sequence[str], command: str)
     Without `failures`, the first of the `errors` that Snakemake itself reported is the reason. If
     there is none either, the user stopped it.
     """
-    again = f"the same command continues: {command}"
-    once_fixed = f"once the cause is fixed, {again}"
+    again = _("the same command continues: {command}").format(command=command)
+    once_fixed = _("once the cause is fixed, ") + again
     if errors and not failures:
-        return f"error: {cut(redact(errors[0]), MOST_CHARS)}\n{once_fixed}"
+        return f"{_(ERROR)}{cut(redact(errors[0]), MOST_CHARS)}\n{once_fixed}"
     if not failures:
-        return f"stopped before the end; {again}"
+        return _("stopped before the end; ") + again
     shown = [one for one in failures if not one.is_interruption]
     if shown:
-        lines = [f"error: {count(len(shown), 'jobs')} failed"]
+        lines = [_(ERROR) + _("{jobs} failed").format(jobs=count(len(shown), _("jobs")))]
         again = once_fixed
     else:
-        lines = [f"stopped: {count(len(failures), 'jobs')} interrupted"]
+        jobs = count(len(failures), _("jobs"))
+        lines = [_("stopped: {jobs} interrupted").format(jobs=jobs)]
         shown = list(failures)
     for one in shown[:MOST_FAILURES]:
         lines += one.lines()
     more = len(shown) - MOST_FAILURES
     if more > 0:
-        lines.append(f"and {more} more")
+        lines.append(_("and {number} more").format(number=more))
     lines.append(again)
     return "\n".join(lines)
 

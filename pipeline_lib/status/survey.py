@@ -11,6 +11,7 @@ from typing import Any
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.stages import is_of_base, shown_stage
 from pipeline_lib.core.errors import IntegrityError, Unreadable
+from pipeline_lib.core.language import _
 from pipeline_lib.core.lock import holder
 from pipeline_lib.core.run_record import RunRecord, text_of
 from pipeline_lib.core.store import Ref, Spec, Store
@@ -132,8 +133,8 @@ def _not_begun(name: str) -> Status:
         stage=None,
         digest=None,
         state=NOT_BEGUN,
-        reason="snakemake has not begun with this config",
-        advice="run snakemake with it",
+        reason=_("snakemake has not begun with this config"),
+        advice=_("run snakemake with it"),
     )
 
 
@@ -190,8 +191,8 @@ class _Reader:
             return {"state": STOPPED, "reason": shown(why)}
         if self.store.is_sealed(Ref(LAST_PART, experiment.parts[LAST_PART])):
             return {
-                "reason": "its report exists, and its model is missing",
-                "advice": "run snakemake again",
+                "reason": _("its report exists, and its model is missing"),
+                "advice": _("run snakemake again"),
             }
         return {}
 
@@ -226,7 +227,7 @@ class _Reader:
         numbers = numbers_of(run, is_alive=owner is not None) if run else Numbers()
         reason = rest.reason or None
         if reason is None and numbers.is_stalled:
-            reason = f"no step since {numbers.since_step_s:,.0f} s"
+            reason = _("no step since {seconds:,.0f} s").format(seconds=numbers.since_step_s)
         job = _job_of(rest.state, owner, jobs, run)
         slurm_log = None
         if rest.state in (FAILED, INTERRUPTED, REQUEUED, RUNNING):
@@ -272,11 +273,15 @@ def _worker(owner: Mapping[str, Any]) -> str:
 
 def _advice(state: str, numbers: Numbers, is_train: bool) -> str | None:
     """Return what the user can do about the state; None if nothing."""
-    then = "this stage starts over"
+    if state == UNREADABLE:
+        return _("run snakemake again; it writes the missing files")
+    then = _("this stage starts over")
     if is_train and numbers.checkpoint_step is not None:
-        then = f"training resumes from the checkpoint of step {numbers.checkpoint_step}"
-    return {
-        FAILED: f"fix the error and run snakemake again; {then}",
-        INTERRUPTED: f"run snakemake again; {then}",
-        UNREADABLE: "run snakemake again; it writes the missing files",
-    }.get(state)
+        then = _("training resumes from the checkpoint of step {step}").format(
+            step=numbers.checkpoint_step
+        )
+    if state == FAILED:
+        return _("fix the error and run snakemake again; {then}").format(then=then)
+    if state == INTERRUPTED:
+        return _("run snakemake again; {then}").format(then=then)
+    return None

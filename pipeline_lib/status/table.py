@@ -5,11 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from pipeline_lib.core.language import N_, _
 from pipeline_lib.core.units import brief, count, gib
 from pipeline_lib.status.at_rest import (
     DONE,
@@ -56,7 +58,8 @@ _NAME_CHARS = 16  # of an experiment's name that always fit; a longer name wraps
 def render(found: Sequence[Status], where: str, width: int = WIDTH) -> Group:
     """Return the table and the lines below it; `where` is the folder that was looked at."""
     if not found:
-        return Group(Text(f"{where}: no experiments yet; snakemake adds them when it starts"))
+        text = _("{folder}: no experiments yet; snakemake adds them when it starts")
+        return Group(Text(text.format(folder=where)))
     parts: list[Table | Text | Padding] = [_table(found, width)]
     if notes := list(_notes(found)):
         parts += [Text(""), *notes]
@@ -90,9 +93,9 @@ def _table(found: Sequence[Status], width: int) -> Table:
     short_saved = columns.pop("saved, short", [])
     gap = 2
     names = [status.experiment for status in found]
-    width -= min(_NAME_CHARS, _chars("experiment", names))
+    width -= min(_NAME_CHARS, _chars(_("experiment"), names))
     for left_out in _LEFT_OUT:
-        if sum(_chars(name, cells) + gap for name, cells in columns.items()) <= width:
+        if sum(_chars(_(name), cells) + gap for name, cells in columns.items()) <= width:
             break
         if left_out == "age" and "saved" in columns:
             columns["saved"] = short_saved
@@ -100,7 +103,8 @@ def _table(found: Sequence[Status], width: int) -> Table:
             gap = 1
         else:
             columns.pop(left_out, None)
-    table = plain_table("experiment", columns, _LEFT, gap)
+    titles = [_(name) for name in columns]
+    table = plain_table(_("experiment"), titles, [_(name) for name in _LEFT], gap)
     for index, status in enumerate(found):
         styles = {"state": STYLES.get(status.state, "")}
         row = [Text(cells[index], styles.get(name, "")) for name, cells in columns.items()]
@@ -110,7 +114,7 @@ def _table(found: Sequence[Status], width: int) -> Table:
 
 def _chars(title: str, cells: Iterable[str]) -> int:
     """Return the width of a column."""
-    return max(len(title), max(map(len, cells)))
+    return max(cell_len(title), max(map(cell_len, cells)))
 
 
 def _cells(status: Status) -> dict[str, str]:
@@ -132,24 +136,24 @@ def _cells(status: Status) -> dict[str, str]:
     if numbers.attempt is not None and numbers.attempt > 1:
         attempt = str(numbers.attempt)
         if numbers.requeues:
-            attempt += f", {numbers.requeues} by SLURM"
+            attempt += _(", {times} by SLURM").format(times=numbers.requeues)
     short_saved = known(numbers.checkpoint_step)
     saved = short_saved
     if numbers.checkpoint_step is not None and numbers.checkpoint_age_s is not None:
         saved += f", {_ago(numbers.checkpoint_age_s)}"
     return {
-        "stage": status.stage or UNKNOWN,
-        "state": status.state,
-        "step": step,
-        "loss": known(numbers.loss, "{:.4f}".format),
+        N_("stage"): status.stage or UNKNOWN,
+        N_("state"): _(status.state),
+        N_("step"): step,
+        N_("loss"): known(numbers.loss, "{:.4f}".format),
         "tokens/s": known(numbers.tokens_per_s, "{:,.0f}".format),
         "ETA": known(numbers.eta_s, clock),
-        "elapsed": known(numbers.elapsed_s, clock),
-        "attempt": attempt,
-        "memory": known(numbers.peak_memory_bytes, gib),
+        N_("elapsed"): known(numbers.elapsed_s, clock),
+        N_("attempt"): attempt,
+        N_("memory"): known(numbers.peak_memory_bytes, gib),
         "GPU": known(numbers.gpu_utilization, _range),
-        "job": status.job or UNKNOWN,
-        "saved": saved,
+        N_("job"): status.job or UNKNOWN,
+        N_("saved"): saved,
         "saved, short": short_saved,
     }
 
@@ -183,21 +187,24 @@ def _notes(found: Sequence[Status]) -> Iterator[Text | Padding]:
             yield Padding.indent(Text(line), 2)
     for status in found:
         if status.finished is not None:
-            done = f"an earlier config is done ({status.finished})"
-            yield Text(
-                f"{status.experiment}: {done}; to chat, summary and compare, the name means that "
-                "one"
+            text = _(
+                "{experiment}: an earlier config is done ({digest}); to chat, summary and "
+                "compare, the name means that one"
             )
+            yield Text(text.format(experiment=status.experiment, digest=status.finished))
 
 
 def _title(group: Sequence[Status]) -> Text:
     """Return which experiments wait for the same stage, and its state."""
     first = group[0]
     names = list(dict.fromkeys(status.experiment for status in group))
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    stage = f" in {first.stage}" if first.stage else ""
-    title = Text(f"{', '.join(names[:_NAMES_SHOWN])}{more}: ")
-    return title.append(f"{first.state}{stage}", STYLES.get(first.state, ""))
+    who = ", ".join(names[:_NAMES_SHOWN])
+    if len(names) > _NAMES_SHOWN:
+        who += _(" and {number} more").format(number=len(names) - _NAMES_SHOWN)
+    state = _(first.state)
+    if first.stage:
+        state = _("{state} in {stage}").format(state=state, stage=first.stage)
+    return Text(f"{who}: ").append(state, STYLES.get(first.state, ""))
 
 
 def _lines_below(status: Status) -> Iterator[str]:
@@ -206,23 +213,25 @@ def _lines_below(status: Status) -> Iterator[str]:
     if status.reason:
         yield status.reason
     for text in numbers.warnings:
-        yield f"warning: {text}"
+        yield _("warning: {text}").format(text=text)
     if numbers.attempt is not None and numbers.attempt > 1:
-        requeues = ""
+        text = _("attempt {number}").format(number=numbers.attempt)
         if numbers.requeues:
-            requeues = f", queued again by SLURM {count(numbers.requeues, 'times')}"
-        yield f"attempt {numbers.attempt}{requeues}"
+            times = count(numbers.requeues, _("times"))
+            text += _(", queued again by SLURM {times}").format(times=times)
+        yield text
     logs = [path for path in (status.log, status.slurm_log) if path]
     if logs and status.state != WAITING:
-        yield f"log: {', '.join(logs)}"
+        yield _("log: {paths}").format(paths=", ".join(logs))
     if status.advice:
-        yield f"then: {status.advice}"
+        yield _("then: {advice}").format(advice=status.advice)
 
 
 def footer(found: Sequence[Status], every_s: float, took_s: float) -> Text:
     """Return the last line while watching: counts by state, and when the next look is."""
     counts = Counter(status.state for status in found)
-    text = ", ".join(f"{count} {state}" for state, count in counts.items())
-    return Text(
-        f"\n{text}; read in {brief(took_s)}, again every {brief(every_s)}, until Ctrl-C", "dim"
+    states = ", ".join(f"{number} {_(state)}" for state, number in counts.items())
+    text = _("{states}; read in {took}, again every {every}, until Ctrl-C").format(
+        states=states, took=brief(took_s), every=brief(every_s)
     )
+    return Text(f"\n{text}", "dim")

@@ -7,8 +7,11 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from pipeline_lib.core.language import N_, _
 from pipeline_lib.status.survey import Survey
 from pipeline_lib.status.table import WIDTH, footer, render, to_json
+
+SILENT_QUEUE = N_("squeue does not answer, so it is unknown which jobs are in the queue")
 
 
 def show(survey: Survey, stream: TextIO, as_json: bool = False) -> None:
@@ -57,9 +60,7 @@ def _page(survey: Survey, width: int, every_s: float | None = None) -> Group:
         render(found, str(survey.selector.catalog(survey.store).folder), width)
     ]
     if survey.is_slurm_silent:
-        parts.append(
-            Text("\nsqueue does not answer, so it is unknown which jobs are in the queue", "yellow")
-        )
+        parts.append(Text(f"\n{_(SILENT_QUEUE)}", "yellow"))
     if every_s is not None:
         parts.append(footer(found, every_s, time.monotonic() - start_s))
     return Group(*parts)

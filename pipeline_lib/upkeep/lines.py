@@ -31,12 +31,12 @@ def experiment_lines(found: Sequence[Share], inventory: Inventory, now_s: float)
             _problem(share),
         )
         rows.append(row)
-    orphans = [one for one in inventory.made if one.ref.digest not in inventory.users]
+    unused = [one for one in inventory.made if one.ref.digest not in inventory.users]
     lines = columns(rows) if found else [f"{inventory.store.root}: no experiments"]
-    if orphans or inventory.leftovers:
-        total = size(_bytes(orphans) + _bytes(inventory.leftovers))
+    if unused or inventory.leftovers:
+        total = size(_bytes(unused) + _bytes(inventory.leftovers))
         left = count(len(inventory.leftovers), "leftovers of killed jobs")
-        lines.append(f"used by no experiment: {_directories(len(orphans))} and {left}, {total}")
+        lines.append(f"used by no experiment: {_directories(len(unused))} and {left}, {total}")
     return lines
 
 
@@ -157,7 +157,7 @@ def removal_lines(removal: Removal) -> Iterator[str]:
 def _by(inventory: Inventory, one: Made) -> str:
     users = inventory.users.get(one.ref.digest)
     if not users:
-        return "orphan: no experiment uses it"
+        return "unused: no experiment uses it"
     names = list(dict.fromkeys(shown(user.name) for user in users))
     more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
     return ", ".join(names[:NAMES]) + more

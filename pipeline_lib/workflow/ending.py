@@ -7,7 +7,8 @@ from pathlib import Path
 from snakemake_interface_logger_plugins.common import LogEvent
 
 from pipeline_lib.config.dag import Dag
-from pipeline_lib.core.errors import PipelineError
+from pipeline_lib.core.errors import ERROR, PipelineError
+from pipeline_lib.core.language import _
 from pipeline_lib.core.stage import Say
 from pipeline_lib.report.outcomes import tell_outcomes, tell_results
 from pipeline_lib.status.failures import Failure
@@ -26,9 +27,9 @@ def conclude(dag: Dag, say: Say, tell: Say) -> None:
             from pipeline_lib.compare.page import write_sweep_page
 
             if page := write_sweep_page(dag):
-                say(f"compared: {page}")
+                say(_("compared: {page}").format(page=page))
     except (PipelineError, OSError) as error:
-        tell(f"error: {error}")
+        tell(f"{_(ERROR)}{error}")
 
 
 class JobErrors(logging.Handler):

@@ -178,6 +178,7 @@ VALUES: dict[str, Any] = {
     "ship.loops": 0.1,
     "ship.unended": 0.1,
     "export": ["gguf-f16"],
+    "report.language": "zh",
 }
 BENCHMARKS = [{"name": "faq", "path": "faq.jsonl"}]
 # What both models are asked with.

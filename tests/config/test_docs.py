@@ -120,6 +120,7 @@ def test_the_schema_knows_every_key_and_refuses_others() -> None:
         "merge",
         "evaluate",
         "ship",
+        "report",
         "lora",
         "guards",
     }

@@ -17,6 +17,7 @@ from pipeline_lib.core.files import list_files, sha256_file
 from pipeline_lib.core.stage import Sealed, open_sealed, run_stage
 from pipeline_lib.core.store import Spec, verify
 from pipeline_lib.data import download
+from pipeline_lib.export.card import Licence, licence_of
 from tests.fake_hub import FakeHub, late, refusal
 from tests.processes import finish, running, workers_alive
 
@@ -47,6 +48,17 @@ def test_a_local_model_comes_as_it_is_without_code(
         sha256_file(made[part].path / name) == sha256_file(tiny_folder / name)
         for name, part in taken.items()
     )
+
+
+def test_the_licence_of_a_local_model_comes_along_and_changes_no_digest(
+    pipeline: Pipeline, model: Path
+) -> None:
+    without = pipeline.compile(data=[PYDOC]).ref("model")
+    (model / "LICENSE").write_text("Apache License\nVersion 2.0")
+    experiment = pipeline.compile(data=[PYDOC])
+    assert experiment.ref("model") == without
+    made = pipeline.run(experiment, "model")
+    assert licence_of(made["model"].path) == Licence("apache-2.0", "LICENSE")
 
 
 def test_a_model_that_cannot_be_trained_is_not_sealed(pipeline: Pipeline, model: Path) -> None:

@@ -28,6 +28,9 @@ PAGES = [
 ]
 IN_TWO_LANGUAGES = [
     "README.md",
+    "docs/host-checks.md",
+    "docs/host-faults.md",
+    "docs/join.md",
     "docs/long-context.md",
     "docs/troubleshooting.md",
     "docs/tutorial.md",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -199,6 +199,13 @@ def test_folded_adapters_and_adapters_alone_are_what_peft_makes_of_them(
         read_json(out / "adapter" / "adapter_config.json")["base_model_name_or_path"] == "Qwen/Some"
     )
     assert str(tmp_path) not in text and "/store" not in text
+    # A base that is a folder of this machine is named by it, so that peft finds it.
+    local = tmp_path / "local"
+    local.mkdir()
+    adapters = plan_fold(base, tmp_path / "trained", train).trained.adapters
+    export_adapter(adapters, train, {"source": "local"}, local, str(base))
+    found = AutoPeftModelForCausalLM.from_pretrained(local / "adapter", dtype=torch.float32)
+    torch.testing.assert_close(logits_of(found), expected, rtol=1e-4, atol=1e-4)
     # Of a size of 30; a recurrent state carries what rounding the weights once more has changed.
     torch.testing.assert_close(
         logits_of(load_base(out, torch.float32)), expected, rtol=1e-4, atol=1e-3

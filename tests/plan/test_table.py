@@ -205,7 +205,7 @@ def test_the_price_of_a_gpu_hour_makes_money_of_gpu_hours() -> None:
     name, block_tokens, cluster, train = CASES["8B on 8 H200"]
     unknown = planned(name, block_tokens, {**cluster, "gpu_hour_price": 2.5}, **train).content
     assert unknown.summary.cost is None
-    assert "MONEY    20.00 an hour, at 2.50 a GPU-hour" in render(unknown)
+    assert "COST     20.00 an hour, at 2.50 a GPU-hour" in render(unknown)
     content = planned(
         name, block_tokens, {**cluster, "gpu_hour_price": 2.5}, **train, max_steps=100_000
     ).content
@@ -213,11 +213,11 @@ def test_the_price_of_a_gpu_hour_makes_money_of_gpu_hours() -> None:
     assert hours is not None and cost is not None
     assert vars(cost) == pytest.approx({end: 2.5 * one for end, one in vars(hours).items()})
     text = " ".join(render(content).split())
-    said = f"MONEY {cost.value:,.2f} ({cost.low:,.2f} to {cost.high:,.2f}) for the training: "
+    said = f"COST {cost.value:,.2f} ({cost.low:,.2f} to {cost.high:,.2f}) for the training: "
     assert f"{said}{gpu_hours(hours.value)} at 2.50 a GPU-hour" in text
-    assert "MONEY" not in render(planned_case("8B on 8 H200").content)
+    assert "COST" not in render(planned_case("8B on 8 H200").content)
     on_cpus = planned("tiny", 256, {"gpu_hour_price": 2.5}, precision="fp32", max_steps=10).content
-    assert "MONEY" not in render(on_cpus)
+    assert "COST" not in render(on_cpus)
 
 
 def test_every_strategy_that_was_compared_is_shown_and_the_chosen_one_marked(found: Answer) -> None:

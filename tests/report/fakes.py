@@ -44,8 +44,11 @@ ATTACK = (
 )
 
 
-def experiment_named(name: str = "demo", **train: Any) -> Experiment:
-    """A compiled experiment, with no file behind it; `train` are further keys of that section."""
+def experiment_named(name: str = "demo", language: str = "en", **train: Any) -> Experiment:
+    """A compiled experiment, with no file behind it; `train` are further keys of that section.
+
+    `language` is that of its report.
+    """
     config = {
         "experiment": name,
         "model": {"source": "tiny"},
@@ -60,6 +63,7 @@ def experiment_named(name: str = "demo", **train: Any) -> Experiment:
             "precision": "fp32",
             **train,
         },
+        "report": {"language": language},
     }
     return compile_config(
         Config.model_validate_json(json.dumps(config)), Content(model={}, data=({}, {}))

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 from contextlib import nullcontext
 from html.parser import HTMLParser
 from unittest.mock import patch
@@ -11,6 +12,7 @@ import pytest
 
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.core.language import speaking
 from pipeline_lib.core.units import brief
 from pipeline_lib.plan.answer import answer
 from pipeline_lib.plan.words import describe
@@ -575,3 +577,24 @@ def test_a_run_without_held_out_data_says_so_and_shows_no_loss(world: World) -> 
     )
     summary = json.loads((world.folder("report") / "summary.json").read_text())
     assert not any(summary["eval"].values())
+
+
+def test_the_page_is_chinese_where_the_config_says_so(world: World) -> None:
+    world.experiment = experiment_named(language="zh")
+    page = page_of(world)
+    for heading in ("配置", "基座与微调后", "数据与样本", "预测与实测", "时间去向", "来源与导出"):
+        assert heading in page.text
+    for heading in ("Settings", "Data and samples", "Where the time went"):
+        assert heading not in page.text
+    assert ("html", {"lang": "zh-CN"}) in page.elements
+
+
+def test_nothing_of_the_page_depends_on_the_terminals_language(world: World) -> None:
+    english = page_of(world)
+    shutil.rmtree(world.folder("report"))
+    without_figures = patch("pipeline_lib.report.page.figures_of", return_value={})
+    with speaking("zh"), without_figures:
+        world.seal_report()
+    again = page_of(world)
+    # Of the scripts, Bokeh numbers its documents anew.
+    assert (again.text, again.elements) == (english.text, english.elements)

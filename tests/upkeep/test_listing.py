@@ -39,8 +39,8 @@ def test_a_line_for_each_experiment_with_what_is_its_own_and_shared(
     assert lines[3][0].startswith("used by no experiment: 1 directory and 0 leftovers")
     shown = store(capsys, "ls", "--all")
     assert f"{orphan.name}" in shown
-    assert "orphan: no experiment uses it" in shown
-    assert "orphan" not in store(capsys, "ls", "a")
+    assert "unused: no experiment uses it" in shown
+    assert "unused" not in store(capsys, "ls", "a")
 
 
 def test_names_choose_and_a_wrong_one_is_refused(shop: Shop, capsys: Captured) -> None:

@@ -10,7 +10,8 @@ sys.path.insert(0, str(LIBRARY))
 
 from pipeline_lib.config.dag import FROZEN_VARIABLE
 from pipeline_lib.config.stages import STAGES, onwards
-from pipeline_lib.core.errors import PipelineError
+from pipeline_lib.core.errors import ERROR, PipelineError
+from pipeline_lib.core.language import _, language_of, speaking
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.text import redact
 from pipeline_lib.report.outcomes import LOGS
@@ -20,13 +21,17 @@ from pipeline_lib.workflow.requests import Requests, SbatchOptions
 from pipeline_lib.workflow.shell import shell_prefix
 
 
+LANGUAGE = language_of(os.environ)
+
+
 def tell(text):
     print(redact(text), file=sys.stderr)
 
 
 def exit_with(error):
     """An exception would reach the user with Snakemake's own frames around the message."""
-    tell(f"error: {error}")
+    with speaking(LANGUAGE):
+        tell(f"{_(ERROR)}{error}")
     sys.exit(error.exit_code)
 
 
@@ -36,7 +41,8 @@ def or_exit(function):
     @wraps(function)
     def called(*arguments, **named):
         try:
-            return function(*arguments, **named)
+            with speaking(LANGUAGE):
+                return function(*arguments, **named)
         except PipelineError as error:
             exit_with(error)
         except OSError as error:

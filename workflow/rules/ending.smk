@@ -17,14 +17,16 @@ if workflow.is_main_process:
 
 
 def tell_ending():
-    conclude(EXPERIMENT, print, tell)
+    with speaking(LANGUAGE):
+        conclude(EXPERIMENT, print, tell)
 
 
 def explain():
     """Say at the very end what happened: what Snakemake itself prints after `onerror` would hide it."""
     titles = EXPERIMENT.titles()
     failures = list(ERRORS.failures(titles, is_stopped=STAGES_STOPPED.by_signal))
-    words = last_words(failures, ERRORS.others, COMMAND)
+    with speaking(LANGUAGE):
+        words = last_words(failures, ERRORS.others, COMMAND)
     sys.stdout.flush()
     atexit.register(print, f"\n{words}", file=sys.stderr)
 
