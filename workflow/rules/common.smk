@@ -20,7 +20,6 @@ from pipeline_lib.workflow.invocation import Invocation, open_dag, rule_of
 from pipeline_lib.workflow.requests import Requests, SbatchOptions
 from pipeline_lib.workflow.shell import shell_prefix
 
-
 LANGUAGE = language_of(os.environ)
 
 
