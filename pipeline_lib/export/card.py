@@ -182,12 +182,14 @@ def export_card(
     name: str,
     merged: Ref,
     parity: ExportParity,
+    of_merge: Parity | Unproven,
     record: Lineage,
     licence: Licence | None = None,
 ) -> str:
     """Return the text of README.md beside the file `name`, the export `kind` of `merged`.
 
-    `record` is the lineage of `merged`, and `licence` that of the base, if its file is known.
+    `of_merge` is the proof of `merged`, `record` its lineage, and `licence` that of the base, if
+    its file is known.
     """
     types = ", ".join(f"{count} in {each}" for each, count in parity.tensors.items())
     weights = _CERTIFIED_AS[kind]
@@ -197,6 +199,9 @@ def export_card(
         front["license"] = licence.name
     if base is not None:
         front |= {"base_model": base, "base_model_relation": "quantized"}
+    unproven = []
+    if isinstance(of_merge, Unproven):
+        unproven = [f"- that model is not proven to be the trained one: {of_merge.unproven}"]
     made = {}
     if "tokenize" in record.links:
         made["tokenize"] = parse_manifest(record.links["tokenize"].manifest, "tokenize")
@@ -222,6 +227,7 @@ def export_card(
             "",
             "## What was not verified",
             "",
+            *unproven,
             "- llama.cpp and Ollama were not run: how they compute, and how they render the chat "
             "template, was not compared. Ollama has templates of its own, which it chooses by the "
             "file's",

@@ -22,7 +22,7 @@ from pipeline_lib.export.proof import REFUSED, device_for
 from pipeline_lib.lineage.record import LINEAGE_NAME, parse_lineage
 from pipeline_lib.model.probe import PROBE_NAME
 from pipeline_lib.records.export import ExportParity
-from pipeline_lib.records.merge import PARITY_NAME
+from pipeline_lib.records.merge import PARITY_NAME, read_parity
 from pipeline_lib.records.record import to_json
 
 MODELFILE = "Modelfile"  # of Ollama
@@ -56,7 +56,9 @@ def run(job: Job) -> dict[str, Any]:
     write_text(job.out / MODELFILE, modelfile(merged, name))
     record = parse_lineage(read_json(merged / LINEAGE_NAME), LINEAGE_NAME)
     licence = licence_of(merged)
-    card = export_card(kind, name, job.spec.inputs["merge"], parity, record, licence)
+    of_merge = read_parity(merged / PARITY_NAME)
+    ref = job.spec.inputs["merge"]
+    card = export_card(kind, name, ref, parity, of_merge, record, licence)
     write_text(job.out / "README.md", card)
     if licence is not None:
         shutil.copyfile(merged / licence.file, job.out / licence.file)
