@@ -75,7 +75,7 @@ def found_in(output: str) -> set[str]:
     ("change", "said", "is_refused"),
     [
         (unusual_keys, "warning: train.lr: 4 ", False),
-        (little_memory_on_gpus, "train.strategy: ddp needs ", True),
+        (little_memory_on_gpus, "train.strategy: auto finds no way that fits: ", True),
         (little_memory_on_cpus, r"warning: train.strategy: \w+ needs [\d.]+ GB of host", False),
         (little_disk, "train.keep_last: the checkpoints kept and ", True),
         (long_evaluation, "warning: evaluate: gives 4 answers of up to 1024 ", False),
