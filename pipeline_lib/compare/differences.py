@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from pipeline_lib.compare.read import Known
 from pipeline_lib.config.schema import Config, Data, PydocData, source_key
 from pipeline_lib.config.spec_settings import WHERE_KEYS
@@ -65,7 +67,7 @@ def filled(config: Mapping[str, Any]) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     for name, field in Config.model_fields.items():
         if not field.is_required():
-            defaults[name] = field.default.model_dump(mode="json")
+            defaults[name] = to_jsonable_python(field.default)
     any_data = Data(train=(PydocData(source="pydoc"),))
     defaults["data"] = any_data.model_dump(mode="json", exclude={"train"})
     return _merged(defaults, config)
@@ -100,7 +102,7 @@ def _is_place(key: str) -> bool:
     if section == "train":
         return rest in PLACEMENT_KEYS or rest == "replica"
     is_where = section in ("model", "data") and key.rpartition(".")[2] in WHERE_KEYS
-    return is_where or section in ("cluster", "tracking")
+    return is_where or section in ("cluster", "tracking", "export", "ship", "report")
 
 
 def _contents(found: Sequence[Known], keys: Iterable[str]) -> list[DifferingRow]:
