@@ -97,7 +97,7 @@ def by_dotted_key(value: Any, key: str = "") -> dict[str, Any]:
 
 
 def _is_place(key: str) -> bool:
-    """Return whether `key` only tells where and how to compute, or where hashed content is."""
+    """Return whether `key` changes no weights: where and how to compute, or what is made of them."""
     section, _, rest = key.partition(".")
     if section == "train":
         return rest in PLACEMENT_KEYS or rest == "replica"

@@ -22,6 +22,8 @@ def test_exit_codes_are_part_of_the_surface() -> None:
         "HubOutOfReach": 69,
         "ServerError": 69,
         "ServedDiffers": 76,
+        "NotToShip": 77,
+        "TooFewQuestions": 79,
         "TrainingError": 70,
         "Diverged": 70,
         "Unreadable": 74,
