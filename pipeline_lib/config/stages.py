@@ -231,8 +231,16 @@ _ROWS = (
         module="pipeline_lib.report.stage",
         parts={
             "report": (
-                *("model", "data", "tokenize", "shard", "train", "merge", BASELINE, "evaluate"),
-                *(BASE_BENCHMARK, "benchmark"),
+                "model",
+                "data",
+                "tokenize",
+                "shard",
+                "train",
+                "merge",
+                BASELINE,
+                "evaluate",
+                BASE_BENCHMARK,
+                "benchmark",
             )
         },
         title=lambda *_: "one page with everything",

@@ -36,9 +36,8 @@ def extended(small: Project, tmp_path: Path) -> Project:
     (project.root / "pipeline_lib/data/lengths.py").write_text(module)
     table = project.root / "pipeline_lib/config/stages.py"
     insert(table, row, before='    Stage(\n        name="shard",')
-    insert(
-        table, '"lengths", ', before='"evaluate")\n        },\n        title=lambda *_: "one page'
-    )
+    end = '            )\n        },\n        title=lambda *_: "one page'
+    insert(table, '                "lengths",\n', before=end)
     rules = project.root / "workflow/rules/data.smk"
     rules.write_text(f"{rules.read_text()}\n\n{rule}")
     return project
