@@ -245,16 +245,9 @@ def _lacks(case: Case, choice: Choice) -> list[str]:
     chosen = choice.chosen
     if chosen.fits:
         return []
-    machine = case.machine
-    lacks = lacking(chosen.train, chosen.memory, machine)
-    if case.train.strategy != AUTO:
-        return [lacks]
-    limit = "" if machine.gpu_memory_bytes is None else f" with {gib(machine.gpu_memory_bytes)}"
-    least = lacks.removeprefix("train.strategy: ")
-    return [
-        f"none of {choice.considered} ways to train fits {machine.ranks} x {machine.name}{limit}: "
-        f"even {least}"
-    ]
+    if case.train.strategy == AUTO:
+        return [lacking_at_least(chosen.train, chosen.memory, case.machine)]
+    return [lacking(chosen.train, chosen.memory, case.machine)]
 
 
 def _next(
@@ -287,6 +280,12 @@ def is_hopeless(memory: Memory, machine: Machine) -> bool:
     """
     limit = machine.gpu_memory_bytes
     return limit is not None and (lacks_host_memory(memory, machine) or memory.total_bytes > limit)
+
+
+def lacking_at_least(train: Train, memory: Memory, machine: Machine) -> str:
+    """Return what even the way that lacks least lacks, with `strategy: auto`, in words."""
+    least = lacking(train, memory, machine).removeprefix("train.strategy: ")
+    return f"train.strategy: auto finds no way that fits: even {least}"
 
 
 def lacking(train: Train, memory: Memory, machine: Machine) -> str:

@@ -31,7 +31,7 @@ from pipeline_lib.core.units import gigabytes
 from pipeline_lib.data.first_rows import first_row
 from pipeline_lib.hub.snapshot import is_edited_by_nobody
 from pipeline_lib.plan.amounts import expected_workload
-from pipeline_lib.plan.answer import in_lines, is_hopeless, lacking
+from pipeline_lib.plan.answer import in_lines, is_hopeless, lacking, lacking_at_least
 from pipeline_lib.plan.case import Case
 from pipeline_lib.plan.choose import leanest, no_way
 from pipeline_lib.plan.cluster import machine_of, measured_of
@@ -255,10 +255,7 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
     if not lacks_host_memory(memory, machine):  # else the training needs more than they do
         yield from later_problems(run)
     if config.train.strategy == AUTO:
-        least = lacking(train, memory, machine).removeprefix("train.strategy: ")
-        yield in_lines(
-            [f"train.strategy: auto finds no way that fits: even {least}", *what_would_fit(case)]
-        )
+        yield in_lines([lacking_at_least(train, memory, machine), *what_would_fit(case)])
     elif is_hopeless(memory, machine):
         yield in_lines([lacking(train, memory, machine), *what_would_fit(case)])
 

@@ -455,7 +455,7 @@ WIDE = {
     [
         (
             "auto",
-            r"none of \d+ ways to train fits 2 x A10 with 22.0 GiB: even ",
+            r"train.strategy: auto finds no way that fits: even ",
             [
                 "train.method: lora  (",
                 "cluster.memory_gb: 128, if the nodes have as much",
