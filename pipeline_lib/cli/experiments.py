@@ -450,7 +450,7 @@ def verdict(arguments: argparse.Namespace) -> None:
     Raise NotToShip or TooFewQuestions unless the model may ship, and ConfigError without rules.
     """
     from pipeline_lib.report.outcomes import ship_verdict_of
-    from pipeline_lib.report.ship import Decision
+    from pipeline_lib.report.ship import ShipDecision
     from pipeline_lib.status.selection import Selector, notes_on
 
     selector = Selector(Store.from_env(os.environ), wants_finished=True)
@@ -466,9 +466,9 @@ def verdict(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"experiment {experiment.name!r}", [problem])
     for rule in found.rules:
         say(f"{rule.key}: {rule.text}: {rule.decision}")
-    if found.decision == Decision.STAY:
+    if found.decision == ShipDecision.STAY:
         raise NotToShip(found.text)
-    if found.decision == Decision.UNKNOWN:
+    if found.decision == ShipDecision.UNKNOWN:
         raise TooFewQuestions(found.text)
     say(found.text)
 

@@ -17,7 +17,7 @@ _CHOICE_FORM = '{"question": "...", "choices": ["...", "..."], "answer": 0}'
 
 
 @dataclass(frozen=True)
-class Question:
+class BenchmarkQuestion:
     """The messages that ask it, and the right answers; of a choice, the choices that are right.
 
     `choices` is empty unless one of them is to be chosen.
@@ -39,12 +39,12 @@ class Question:
         return sha256(content.encode()).hexdigest()[:16]
 
 
-def read_questions(path: Path, score: Scoring, most: int | None = None) -> list[Question]:
+def read_questions(path: Path, score: Scoring, most: int | None = None) -> list[BenchmarkQuestion]:
     """Return the questions of the file at `path`, the first `most` of them.
 
     Raises DataError naming the file and the first line that is no question, or if there is none.
     """
-    found: list[Question] = []
+    found: list[BenchmarkQuestion] = []
     for number, row in _rows(path):
         if most is not None and len(found) == most:
             break
@@ -79,15 +79,17 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
             ) from error
 
 
-def _question(row: Any, score: Scoring) -> Question:
+def _question(row: Any, score: Scoring) -> BenchmarkQuestion:
     form = _CHOICE_FORM if score == "choice" else _FORM
     if not isinstance(row, dict):
         raise _NoQuestion(f"it is no object; write {form}")
     messages = _messages(row, form)
     if score == "choice":
         choices = _texts(row.get("choices"), "choices", form)
-        return Question(messages, _right_choices(row.get("answer"), choices, form), choices)
-    return Question(messages, _texts(row.get("answer"), "answer", form))
+        return BenchmarkQuestion(
+            messages, _right_choices(row.get("answer"), choices, form), choices
+        )
+    return BenchmarkQuestion(messages, _texts(row.get("answer"), "answer", form))
 
 
 def _messages(row: dict[str, Any], form: str) -> tuple[dict[str, str], ...]:

@@ -19,7 +19,7 @@ from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.arch.generation_config import generation_config_of
 from pipeline_lib.arch.weight_files import weights_bytes
 from pipeline_lib.config.benchmarks import Benchmark
-from pipeline_lib.config.questions import QUESTIONS_NAME, Question, read_questions
+from pipeline_lib.config.questions import QUESTIONS_NAME, BenchmarkQuestion, read_questions
 from pipeline_lib.config.rope import Rope, rope_in
 from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.config.section import read_settings
@@ -39,6 +39,7 @@ from pipeline_lib.records.benchmark import (
     BaseBenchmarks,
     BenchmarkAnswer,
     Benchmarks,
+    Fault,
 )
 from pipeline_lib.records.record import read_record, read_records, to_json
 from pipeline_lib.report.paired import compared, score_of
@@ -60,7 +61,7 @@ class Asked:
     """A benchmark with its questions."""
 
     settings: Benchmark
-    questions: list[Question]
+    questions: list[BenchmarkQuestion]
 
 
 def _asked_of(job: Job) -> tuple[list[Asked], dict[str, Any]]:
@@ -186,20 +187,12 @@ class Respondent:
         for question, prompt, tokens in zip(asked.questions, prompts, answered, strict=True):
             is_ended = bool(tokens) and tokens[-1] in stops
             said = str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
-            found.append(
-                BenchmarkAnswer(
-                    benchmark=asked.settings.name,
-                    question=question.key,
-                    prompt=question.text,
-                    right=question.right,
-                    answer=said,
-                    is_right=is_right(said, question.right, asked.settings.score),
-                    faults=faults_of(prompt, said, tokens, is_ended),
-                )
-            )
+            was_right = is_right(said, question.right, asked.settings.score)
+            faults = faults_of(prompt, said, tokens, is_ended)
+            found.append(_answer(asked, question, said, was_right, faults))
         return found
 
-    def _prompts(self, questions: Sequence[Question], context: Context) -> list[str]:
+    def _prompts(self, questions: Sequence[BenchmarkQuestion], context: Context) -> list[str]:
         """Return the rendered prompts; without a chat template, what the user asks last."""
         if not has_template(self.folder):
             return [question.text for question in questions]
@@ -221,21 +214,30 @@ class Respondent:
                 for own, choice in zip(nats, question.choices, strict=True)
             ]
             answer = question.choices[by_byte.index(min(by_byte))]
-            found.append(
-                BenchmarkAnswer(
-                    benchmark=asked.settings.name,
-                    question=question.key,
-                    prompt=question.text,
-                    right=question.right,
-                    answer=answer,
-                    is_right=answer in question.right,
-                )
-            )
+            found.append(_answer(asked, question, answer, answer in question.right))
             progress.update(len(found), len(found) / len(prompts))
         return found
 
     def _progress(self) -> Progress:
         return Progress(self.say, "benchmark", "questions")
+
+
+def _answer(
+    asked: Asked,
+    question: BenchmarkQuestion,
+    answer: str,
+    was_right: bool,
+    faults: tuple[Fault, ...] = (),
+) -> BenchmarkAnswer:
+    return BenchmarkAnswer(
+        benchmark=asked.settings.name,
+        question=question.key,
+        prompt=question.text,
+        right=question.right,
+        answer=answer,
+        is_right=was_right,
+        faults=faults,
+    )
 
 
 @torch.no_grad()

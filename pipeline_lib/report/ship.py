@@ -10,7 +10,7 @@ from pipeline_lib.core import units
 from pipeline_lib.records.benchmark import BenchmarkComparison, Benchmarks, Fault
 
 
-class Decision(StrEnum):
+class ShipDecision(StrEnum):
     """Whether the tuned model may ship."""
 
     SHIP = "ship"
@@ -19,11 +19,11 @@ class Decision(StrEnum):
 
 
 @dataclass(frozen=True)
-class Rule:
+class ShipRule:
     """One rule of `ship`: its key, what it came to, and the figures in words."""
 
     key: str
-    decision: Decision
+    decision: ShipDecision
     text: str
 
 
@@ -31,16 +31,16 @@ class Rule:
 class ShipVerdict:
     """What all rules came to: the worst of them."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[ShipRule, ...]
 
     @property
-    def decision(self) -> Decision:
+    def decision(self) -> ShipDecision:
         """`ship` if all rules hold; one that is broken weighs more than one that is not known."""
         found = {rule.decision for rule in self.rules}
-        for worst in (Decision.STAY, Decision.UNKNOWN):
+        for worst in (ShipDecision.STAY, ShipDecision.UNKNOWN):
             if worst in found:
                 return worst
-        return Decision.SHIP
+        return ShipDecision.SHIP
 
     @property
     def text(self) -> str:
@@ -57,17 +57,17 @@ def ship_verdict(ship: Ship, benchmarks: Benchmarks | None) -> ShipVerdict | Non
     return ShipVerdict(tuple(rules)) if rules else None
 
 
-def _differences(ship: Ship, benchmarks: Benchmarks) -> Iterator[Rule]:
+def _differences(ship: Ship, benchmarks: Benchmarks) -> Iterator[ShipRule]:
     for name, least in ship.differences.items():
         key = f"ship.gain.{name}" if name in ship.gain else f"ship.keep.{name}"
         found = benchmarks.compared[name]
-        decision = Decision.UNKNOWN
+        decision = ShipDecision.UNKNOWN
         more = f"; about {units.count(_wanted(found, least), 'questions')} would do"
         if found.low >= least or found.high < least:
-            decision = Decision.SHIP if found.low >= least else Decision.STAY
+            decision = ShipDecision.SHIP if found.low >= least else ShipDecision.STAY
             more = ""
         text = f"{name} {difference_words(found)}, wanted {points(least)} or more{more}"
-        yield Rule(key, decision, text)
+        yield ShipRule(key, decision, text)
 
 
 def difference_words(found: BenchmarkComparison) -> str:
@@ -93,7 +93,7 @@ def _wanted(found: BenchmarkComparison, least: float) -> int:
     return max(found.tuned.questions + 1, math.ceil(wanted))
 
 
-def _faults(ship: Ship, benchmarks: Benchmarks) -> Iterator[Rule]:
+def _faults(ship: Ship, benchmarks: Benchmarks) -> Iterator[ShipRule]:
     limits: dict[Fault, tuple[str, float | None]] = {
         "loop": ("loops", ship.loops),
         "unended": ("unended", ship.unended),
@@ -104,9 +104,9 @@ def _faults(ship: Ship, benchmarks: Benchmarks) -> Iterator[Rule]:
         if most is None:
             continue
         seen = sum(score.faults.get(fault, 0) for score in scores)
-        decision = Decision.SHIP if seen <= most * answers else Decision.STAY
+        decision = ShipDecision.SHIP if seen <= most * answers else ShipDecision.STAY
         text = f"{units.count(seen, 'answers')} of {answers:,} {_FAULTS[fault]}"
-        yield Rule(f"ship.{key}", decision, f"{text}, at most {units.percent(most)} may")
+        yield ShipRule(f"ship.{key}", decision, f"{text}, at most {units.percent(most)} may")
 
 
 _FAULTS: dict[Fault, str] = {"loop": "end in a loop", "unended": "do not end"}

@@ -6,7 +6,7 @@ import pytest
 from pipeline_lib.config.benchmarks import Ship
 from pipeline_lib.records.benchmark import BenchmarkAnswer, Benchmarks, BenchmarkScore
 from pipeline_lib.report.paired import compared, interval_of
-from pipeline_lib.report.ship import Decision, ship_verdict
+from pipeline_lib.report.ship import ShipDecision, ship_verdict
 
 
 def answers(right: list[bool], loops: int = 0) -> list[BenchmarkAnswer]:
@@ -71,19 +71,19 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(
 @pytest.mark.parametrize(
     ("ship", "found", "decision"),
     [
-        (Ship(gain={"faq": 0.05}), benchmarks(60, 2, 100), Decision.SHIP),
-        (Ship(gain={"faq": 0.05}), benchmarks(2, 40, 100), Decision.STAY),
-        (Ship(gain={"faq": 0.05}), benchmarks(12, 4, 100), Decision.UNKNOWN),
-        (Ship(keep={"faq": -0.02}), benchmarks(2, 30, 100), Decision.STAY),
-        (Ship(keep={"faq": -0.02}), benchmarks(3, 2, 2000), Decision.SHIP),
-        (Ship(loops=0.01), benchmarks(0, 0, 200, loops=2), Decision.SHIP),
-        (Ship(loops=0.01), benchmarks(0, 0, 200, loops=3), Decision.STAY),
+        (Ship(gain={"faq": 0.05}), benchmarks(60, 2, 100), ShipDecision.SHIP),
+        (Ship(gain={"faq": 0.05}), benchmarks(2, 40, 100), ShipDecision.STAY),
+        (Ship(gain={"faq": 0.05}), benchmarks(12, 4, 100), ShipDecision.UNKNOWN),
+        (Ship(keep={"faq": -0.02}), benchmarks(2, 30, 100), ShipDecision.STAY),
+        (Ship(keep={"faq": -0.02}), benchmarks(3, 2, 2000), ShipDecision.SHIP),
+        (Ship(loops=0.01), benchmarks(0, 0, 200, loops=2), ShipDecision.SHIP),
+        (Ship(loops=0.01), benchmarks(0, 0, 200, loops=3), ShipDecision.STAY),
         # one broken rule is enough
-        (Ship(gain={"faq": 0.05}, loops=0.0), benchmarks(60, 2, 100, loops=1), Decision.STAY),
+        (Ship(gain={"faq": 0.05}, loops=0.0), benchmarks(60, 2, 100, loops=1), ShipDecision.STAY),
     ],
 )
 def test_a_model_ships_if_every_rule_holds_beyond_chance(
-    ship: Ship, found: Benchmarks, decision: Decision
+    ship: Ship, found: Benchmarks, decision: ShipDecision
 ) -> None:
     verdict = ship_verdict(ship, found)
     assert verdict is not None
@@ -101,7 +101,7 @@ def test_too_few_questions_are_told_with_how_many_would_do() -> None:
     enough = benchmarks(round(0.12 * many), round(0.04 * many), round(many))
     again = ship_verdict(Ship(gain={"faq": 0.02}), enough)
     assert again is not None
-    assert again.decision == Decision.SHIP
+    assert again.decision == ShipDecision.SHIP
 
 
 def test_without_rules_or_benchmarks_there_is_no_verdict() -> None:
