@@ -54,7 +54,7 @@ def file_name(kind: str) -> str:
 
 
 @dataclass(frozen=True)
-class Rows:
+class StoredRows:
     """A matrix, or a vector as its only row: the `box` of a stored tensor."""
 
     stored: Stored
@@ -79,13 +79,13 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileTensor:
     """A tensor of the file, of `shape` and `type`: its `parts` below one another."""
 
     name: str
     shape: tuple[int, ...]
     type: GGMLQuantizationType
-    parts: Sequence[Rows]
+    parts: Sequence[StoredRows]
 
     @property
     def bytes_of_row(self) -> int:
@@ -130,7 +130,7 @@ class ModelFile:
     folder: Path
     kind: str
     config: Mapping[str, Any]
-    entries: Sequence[Entry]
+    entries: Sequence[FileTensor]
 
     @property
     def size_bytes(self) -> int:
@@ -176,7 +176,7 @@ def plan_file(folder: Path, kind: str) -> ModelFile:
     architecture = ARCHITECTURES[config["model_type"]]
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    parts: dict[str, list[Rows]] = defaultdict(list)
+    parts: dict[str, list[StoredRows]] = defaultdict(list)
     stored = find_tensors(folder)
     if config.get("tie_word_embeddings", False):
         stored.pop(_HEAD, None)  # readers take the embedding
@@ -198,18 +198,18 @@ def _by_number(name: str) -> list[tuple[int, str]]:
     return key
 
 
-def _named_rows(stored: Stored) -> Iterator[tuple[str, Rows]]:
+def _named_rows(stored: Stored) -> Iterator[tuple[str, StoredRows]]:
     """Yield the rows of `stored` with the name that the table of GGUF's names knows them by.
 
     Those are all, or of experts in one tensor the rows of each expert's projections.
     """
     one = _EXPERT.fullmatch(stored.name)
     if one is not None:
-        yield f"{one[1]}.{one[3]}.weight", Rows(stored, stored.whole)
+        yield f"{one[1]}.{one[3]}.weight", StoredRows(stored, stored.whole)
         return
     fused = _FUSED_EXPERTS.fullmatch(stored.name)
     if fused is None:
-        yield stored.name, Rows(stored, stored.whole)
+        yield stored.name, StoredRows(stored, stored.whole)
         return
     projections = ["gate_proj", "up_proj"] if fused[2] == "gate_up_proj" else ["down_proj"]
     experts, rows, columns = stored.shape
@@ -218,10 +218,10 @@ def _named_rows(stored: Stored) -> Iterator[tuple[str, Rows]]:
         for number, projection in enumerate(projections):
             of_projection = slice(number * of_each, (number + 1) * of_each)
             box = (slice(expert, expert + 1), of_projection, slice(0, columns))
-            yield f"{fused[1]}.{projection}.weight", Rows(stored, box)
+            yield f"{fused[1]}.{projection}.weight", StoredRows(stored, box)
 
 
-def _entry(name: str, parts: Sequence[Rows], kind: str) -> Entry:
+def _entry(name: str, parts: Sequence[StoredRows], kind: str) -> FileTensor:
     """Return the tensor `name` of `parts`: an expert each, or a single one."""
     rows, columns = parts[0].shape
     shape: tuple[int, ...] = (rows, columns)
@@ -229,7 +229,7 @@ def _entry(name: str, parts: Sequence[Rows], kind: str) -> Entry:
         shape = (len(parts), rows, columns)
     if len(parts[0].stored.shape) == 1:
         shape = (columns,)
-    return Entry(name, shape, _type_of(name, shape, kind), parts)
+    return FileTensor(name, shape, _type_of(name, shape, kind), parts)
 
 
 def _type_of(name: str, shape: tuple[int, ...], kind: str) -> GGMLQuantizationType:

@@ -9,13 +9,12 @@ PARITY_NAME = "parity.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parity(Record):
-    """The differences between the exported model and the trained one.
+class LogitFigures(Record):
+    """The differences between the logits of two models.
 
-    Of the logits: the largest one, and the norm of all relative to that of the logits, with its
+    They are the largest one, and the norm of all relative to that of the logits, with its
     `tolerance`; the fraction of positions with the same most likely token, and the positions where
-    routers chose other experts. Of the tensors: the largest one beside rounding, relative to the
-    root mean square of its tensor. `rounding_difference` is how much rounding changes the logits.
+    routers chose other experts.
     """
 
     compared_logits: int
@@ -24,6 +23,16 @@ class Parity(Record):
     tolerance: float
     positions_apart: int
     top1_agreement: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity(LogitFigures):
+    """The differences between the exported model and the trained one.
+
+    Of the tensors: the largest one beside rounding, relative to the root mean square of its tensor.
+    `rounding_difference` is how much rounding changes the logits.
+    """
+
     rounding_difference: float
     value_difference: float
     value_tolerance: float
