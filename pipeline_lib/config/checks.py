@@ -460,8 +460,8 @@ def _replicas(train: Train, cluster: Cluster) -> Iterator[Problem]:
     if ranks % shard_ranks == 0 and 1 < shard_ranks < ranks:
         return
     key = ("train", "strategy") if train.shard_ranks is None else ("train", "shard_ranks")
-    of = f"{shard_ranks} of {units.count(ranks, 'ranks')}"
-    text = f"hsdp needs several replicas of several ranks each, but a replica has {of}"
+    sizes = f"a replica of {shard_ranks} and {units.count(ranks, 'ranks')} in all"
+    text = f"hsdp needs several replicas of several ranks each, but this is {sizes}"
     legal = tuple(size for size in range(2, ranks // 2 + 1) if ranks % size == 0)
     if legal:
         remedy = f"train.shard_ranks may be {_any_of(legal)}"

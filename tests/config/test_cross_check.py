@@ -83,7 +83,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         {"strategy": "auto", "shard_ranks": 2},
         {},
         "train.shard_ranks",
-        "hsdp needs * has 2 of 2 ranks; remove it",
+        "hsdp needs * replica of 2 and 2 ranks in all; remove it",
     ),
     (
         {"strategy": "fsdp", "shard_ranks": 2},

@@ -89,7 +89,7 @@ def test_a_bad_config_is_told_before_anything_runs(
 @pytest.mark.parametrize(
     ("cluster", "said"),
     [
-        ("{gpus_per_node: 1, gpu: a10}", "train.strategy: ddp needs "),
+        ("{gpus_per_node: 1, gpu: a10}", "train.strategy: auto finds no way that fits"),
         ("{gpus_per_node: 1, gpu: h1000}", "cluster.gpu: 'h1000' is not known"),
         ("{gpus_per_node: 1, gpu: v100}", "train.precision: bf16"),
     ],
@@ -116,7 +116,7 @@ def test_what_is_too_large_to_train_can_have_its_data_made_and_its_plan_asked_fo
     project.edit("hidden_size: 32, layers: 2", "hidden_size: 8192, layers: 16, heads: 64")
     project.set_cluster("{gpus_per_node: 1, gpu: a10}")
     project.edit("train: {precision: fp32", "train: {precision: bf16")
-    output = fails_with(project, "train.strategy: ddp needs ", target="-n", code=2)
+    output = fails_with(project, "train.strategy: auto finds no way that fits", target="-n", code=2)
     assert "Error in" not in output
     assert ": plan (1 cuda rank)" in project.snakemake("-n", "plan").stdout
 
@@ -173,7 +173,7 @@ def test_all_that_is_wrong_is_told_at_once(project: Project) -> None:
     project.edit("train: {", "train: {shard_ranks: 2, ")
     expected = [
         "3 problems",
-        "train.shard_ranks: works only",
+        "train.shard_ranks: hsdp needs several replicas",
         "data.train[0].path: no file",
         "cluster.gpu: 'h1000'",
     ]
