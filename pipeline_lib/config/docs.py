@@ -6,24 +6,30 @@ from typing import Any
 
 from pipeline_lib.config.effects import EFFECTS, Effect
 from pipeline_lib.config.schema import ConfigFile
+from pipeline_lib.core.language import N_, _
 
-_INTRODUCTION = """\
+_INTRODUCTION = N_(
+    """\
 # Every key of a config file
+
+English | [简体中文](config.zh-CN.md)
 
 This page lists the keys of a config file with their allowed values, defaults and meaning. Any other key is an error.
 
-- A default of `none` means that the key is not set.
-- Paths are relative to the folder where you run `snakemake`.
+- The default "none" means that the key is not set.
+- Paths are relative to the folder where you run `qwen3 run`.
 - `qwen3 check my.yaml` checks a config file and names every mistake with its line.
 
 `make docs` generates this page from `pipeline_lib/config/schema.py` and `pipeline_lib/config/train.py`.
 """
-_CHANGES = """\
+)
+_CHANGES = N_(
+    """\
 ## What a key changes
 
 The first column says which stages compute again with another value, because their digests change. For the training that
-includes the plan. The second says whether the model or the report differ then: `up to rounding` means that sums are
-made in another order or by another kernel, and `by content` that the content of the files decides, not their place.
+includes the plan. The second says whether the model or the report differ then: "up to rounding" means that sums are
+made in another order or by another kernel, and "by content" that the content of the files decides, not their place.
 
 - A finished training is not repeated for a key that changes only the plan, and an unfinished one continues.
 - With `train.local_sgd_steps` or `gradient_compression: powersgd` each rank approximates by itself. The number of ranks
@@ -33,12 +39,13 @@ made in another order or by another kernel, and `by content` that the content of
 
 | computes again | another result | keys |
 |---|---|---|"""
-_HEADER = "| key | value | default | meaning |\n|---|---|---|---|"
+)
+_HEADER = N_("| key | value | default | meaning |\n|---|---|---|---|")
 _TYPES = {
-    "integer": "whole number",
-    "number": "number",
-    "string": "text",
-    "boolean": "`true` or `false`",
+    "integer": N_("whole number"),
+    "number": N_("number"),
+    "string": N_("text"),
+    "boolean": N_("`true` or `false`"),
 }
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
@@ -58,16 +65,16 @@ def config_json_schema() -> str:
 def config_page() -> str:
     """Return docs/config.md: all keys in Markdown, with a table per section in schema order.
 
-    Each section has a heading.
+    Each section has a heading. The page is in the language that is spoken.
     """
     schema = ConfigFile.model_json_schema()
     definitions = schema["$defs"]
-    parts = [_INTRODUCTION.strip()]
+    parts = [_(_INTRODUCTION).strip()]
     sections = dict(_sections("", schema, definitions))  # several models have the section `rope`
     for title, section in sections.items():
         rows = _rows(section, definitions)
         if rows:
-            lines = [f"## {title}", "", section["description"], "", _HEADER, *rows]
+            lines = [f"## {title}", "", _(section["description"]), "", _(_HEADER), *rows]
             parts.append("\n".join(lines))
     parts.append(_effects())
     return "\n\n".join(parts) + "\n"
@@ -82,7 +89,7 @@ def _rows(section: Node, definitions: Node) -> list[str]:
         # A section that may be left out has a row too.
         is_optional = "anyOf" in node or _is_optional_list(node)
         if is_optional or not _members(node, definitions):
-            description = node.get("description", "").replace("|", "\\|")
+            description = _(node["description"]).replace("|", "\\|")
             rows.append(f"| `{key}` | {_value(node)} | {_default(node)} | {description} |")
     return rows
 
@@ -92,15 +99,15 @@ def _effects() -> str:
     keys_of: dict[Effect, list[str]] = {}
     for key, effect in EFFECTS.items():
         keys_of.setdefault(effect, []).append(f"`{key}`")
-    lines = [_CHANGES]
+    lines = [_(_CHANGES)]
     for effect, keys in keys_of.items():
-        lines.append(f"| {effect.anew} | {effect.result} | {', '.join(keys)} |")
+        lines.append(f"| {effect.anew} | {_(effect.result)} | {', '.join(keys)} |")
     return "\n".join(lines)
 
 
 def _sections(name: str, section: Node, definitions: Node) -> Iterator[tuple[str, Node]]:
     """Yield every section with its title, the outer before the inner."""
-    yield (f"`{name}`" if name else "Top level"), section
+    yield (f"`{name}`" if name else _("Top level")), section
     for key, node in section["properties"].items():
         members = _members(node, definitions)
         if _is_optional_list(node) and len(members) > 1:
@@ -112,8 +119,8 @@ def _sections(name: str, section: Node, definitions: Node) -> Iterator[tuple[str
             inner = _sections(path, member, definitions)
             if len(members) > 1:
                 next(inner)  # the member itself, whose title says its source instead
-                sources = _value(member["properties"]["source"]).replace("`, `", "` or `")
-                yield f"`{path}` with source {sources}", member
+                sources = _value(member["properties"]["source"]).replace("`, `", _("` or `"))
+                yield _("`{path}` with source {sources}").format(path=path, sources=sources), member
             yield from inner
 
 
@@ -142,11 +149,11 @@ def _choices(node: Node) -> list[Node]:
 def _value(node: Node) -> str:
     """Describe the values that `node` allows, in words."""
     if "$ref" in node:
-        return "a section, see its table"
+        return _("a section, see its table")
     if "discriminator" in node:
-        return "sections"
+        return _("sections")
     if "anyOf" in node or "oneOf" in node:
-        return " or ".join(
+        return _(" or ").join(
             _value(choice) for choice in _choices(node) if choice.get("type") != "null"
         )
     if "const" in node:
@@ -154,12 +161,14 @@ def _value(node: Node) -> str:
     if "enum" in node:
         return ", ".join(f"`{choice}`" for choice in node["enum"])
     if "type" not in node:
-        return "any value"
+        return _("any value")
     if node["type"] == "object":
         values = node.get("additionalProperties")
-        return f"names to {_value(values)}" if isinstance(values, dict) else "object"
+        if not isinstance(values, dict):
+            return _("object")
+        return _("names to {values}").format(values=_value(values))
     if node["type"] == "array":
-        return f"list of {_value(node['items'])}"
+        return _("list of {items}").format(items=_value(node["items"]))
     if node.get("minimum", node) == node.get("maximum"):
         return f"`{node['minimum']}`"
     bounds = []
@@ -167,13 +176,13 @@ def _value(node: Node) -> str:
         if key in node:
             limit = node[key]
             bounds.append(f"{sign} {limit:,}" if isinstance(limit, int) else f"{sign} {limit:g}")
-    return f"{_TYPES[node['type']]} {', '.join(bounds)}".strip()
+    return f"{_(_TYPES[node['type']])} {', '.join(bounds)}".strip()
 
 
 def _default(node: Node) -> str:
     if "default" not in node:
-        return "required"
+        return _("required")
     default = node["default"]
     if default is None:
-        return "none"
+        return _("none")
     return f"`{default}`" if isinstance(default, str) else f"`{json.dumps(default)}`"

@@ -9,15 +9,16 @@ from enum import StrEnum
 
 from pipeline_lib.config.stages import onwards
 from pipeline_lib.config.train import PLACEMENT_KEYS, in_file
+from pipeline_lib.core.language import N_, _
 
 
 class Result(StrEnum):
     """Whether another value of a key gives another result."""
 
-    YES = "yes"
-    ROUNDING = "up to rounding"  # sums in another order, or kernels that round otherwise
-    NO = "no"
-    CONTENT = "by content"  # a location: the files there decide, not their path
+    YES = N_("yes")
+    ROUNDING = N_("up to rounding")  # sums in another order, or kernels that round otherwise
+    NO = N_("no")
+    CONTENT = N_("by content")  # a location: the files there decide, not their path
 
 
 # Stages whose digests change together, because each reads the result of the one before it.
@@ -44,11 +45,11 @@ class Effect:
     def anew(self) -> str:
         """The stages in words."""
         if not self.stages:
-            return "nothing"
+            return _("nothing")
         if len(self.stages) <= 2:
             return ", ".join(f"`{stage}`" for stage in self.stages)
         first = "train" if self.stages == TRAIN else self.stages[0]
-        return f"from `{first}` on"
+        return _("from `{stage}` on").format(stage=first)
 
 
 def _of(section: str, keys: str, stages: tuple[str, ...], result: Result) -> dict[str, Effect]:

@@ -12,16 +12,19 @@ from pipeline_lib.config.load import load_configs
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.schema import ConfigFile, GpuSheet
 from pipeline_lib.config.train import PLACEMENT_KEYS, RENAMED
+from pipeline_lib.core.language import Language, speaking
 from tests.config.keys import all_keys, plain
 from tests.docs.pages import read, yaml_blocks
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_is_the_present_one() -> None:
-    text = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-
-    assert text == config_page(), "run `make docs`"
+@pytest.mark.parametrize(
+    ("page", "language"), [("docs/config.md", "en"), ("docs/config.zh-CN.md", "zh")]
+)
+def test_the_page_is_the_present_one(page: str, language: Language) -> None:
+    with speaking(language):
+        assert read(page) == config_page(), "run `make docs`"
 
 
 def test_the_schema_for_editors_is_the_present_one() -> None:

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from string import Formatter
+from typing import Any
 
 import pytest
 from jinja2.ext import babel_extract
 
+from pipeline_lib.config.schema import ConfigFile
 from pipeline_lib.core.language import CATALOGUE, Language, _, language_of, read_catalogue, speaking
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +36,20 @@ def texts_in_code() -> Iterator[str]:
             for _line, _mark, text, _comments in babel_extract(file, ["_"], [], {}):
                 assert isinstance(text, str), path
                 yield text
+    yield from descriptions(ConfigFile.model_json_schema())
+
+
+def descriptions(schema: Any) -> Iterator[str]:
+    """Yield what a JSON schema says of its objects: the texts of docs/config.md."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from descriptions(item)
+    if isinstance(schema, dict):
+        for key, value in schema.items():
+            if key == "description" and isinstance(value, str):
+                yield value
+            else:
+                yield from descriptions(value)
 
 
 def catalogue() -> dict[str, str]:

@@ -28,6 +28,8 @@ PAGES = [
 ]
 IN_TWO_LANGUAGES = [
     "README.md",
+    "docs/config.md",
+    "docs/data.md",
     "docs/host-checks.md",
     "docs/host-faults.md",
     "docs/join.md",
@@ -58,8 +60,8 @@ def test_both_languages_have_the_same_code_numbers_and_links(page: str) -> None:
             "## Your own run: only in README.md: line of code '     epochs: 2'",
         ),
         (
-            "docs/data.md",
-            "docs/dat.md",
+            "docs/data.zh-CN.md",
+            "docs/dat.zh-CN.md",
             "## Your own run: only in README.zh-CN.md: link 'docs/dat.md'",
         ),
         ("## 有测试保证的行为", "### 有测试保证的行为", "the sections differ: "),
