@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pipeline_lib.compare.read import Known
 from pipeline_lib.records.evaluation import MIN_DOCUMENTS, DocumentScore
-from pipeline_lib.report.statistics import TOO_FEW, DocumentLosses
+from pipeline_lib.report.statistics import DocumentLosses, too_few
 
 PAIRED, UNPAIRED, UNKNOWN, BEST = "paired", "unpaired", "unknown", "best"
 OTHER_TOKENS = "their tokenizers differ, so a loss per token means something else"
@@ -170,7 +170,7 @@ def compare(
         kind = UNPAIRED
         difference = _losses(best, list(best)).estimate.gain_over(_losses(one, list(one)).estimate)
     if not difference.has_enough:
-        return Versus(UNKNOWN, len(shared), why=TOO_FEW)
+        return Versus(UNKNOWN, len(shared), why=too_few())
     low, high = difference.interval(pairs)
     return Versus(kind, len(shared), difference.value, low, high)
 

@@ -605,7 +605,7 @@ class Report(Section):
 
     language: Language = Field(
         "en",
-        description="language of the page's headings and labels: `en` or `zh`; the terminal's is "
+        description="language of the page: `en` or `zh`; the sentences of the plan stay in English. The terminal's is "
         "that of its locale, or of the environment variable QWEN3_LANG",
     )
 

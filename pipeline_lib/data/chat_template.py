@@ -18,6 +18,7 @@ from pipeline_lib.config.content import TEMPLATES_FOLDER, TEMPLATES_SUFFIX
 from pipeline_lib.config.schema import SET_ELSEWHERE
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
+from pipeline_lib.core.language import _
 from pipeline_lib.core.text import did_you_mean, shortened
 from pipeline_lib.core.units import count
 from pipeline_lib.data.conversations import Message
@@ -361,9 +362,15 @@ def repetition(
     once = tokens - repeated
     if tokens < 1.05 * once:
         return ""
-    return (
-        f"{count(samples, 'samples')} of {count(conversations, 'conversations')} have "
-        f"{tokens / once:.1f} times the tokens of one sample each ({tokens:,} against {once:,}): "
-        "the chat template renders an earlier turn otherwise than the last, so each answer needs "
-        "its own"
+    text = _(
+        "{samples} of {conversations} have {times} times the tokens of one sample each ({tokens} "
+        "against {once}): the chat template renders an earlier turn otherwise than the last, so each "
+        "answer needs its own"
+    )
+    return text.format(
+        samples=count(samples, _("samples")),
+        conversations=count(conversations, _("conversations")),
+        times=f"{tokens / once:.1f}",
+        tokens=count(tokens),
+        once=count(once),
     )

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline_lib.core import units
+from pipeline_lib.core.language import _
 from pipeline_lib.core.store import Manifest
 from pipeline_lib.lineage.record import settings_in
 
@@ -47,9 +49,12 @@ class Mode:
     @property
     def trained(self) -> str:
         """The number of answers trained in this mode, as a clause without a final period."""
-        default = ", the chat template's default" if self.is_default else ""
-        answers = "1 answer was" if self.answers == 1 else f"{self.answers:,} answers were"
-        return f"{answers} trained with {self._arguments}{default}"
+        answers = _("1 answer was")
+        if self.answers != 1:
+            answers = _("{number} answers were").format(number=units.count(self.answers))
+        default = _(", the chat template's default") if self.is_default else ""
+        text = _("{answers} trained with {arguments}{default}")
+        return text.format(answers=answers, arguments=self._arguments, default=default)
 
     @property
     def _arguments(self) -> str:
@@ -82,16 +87,19 @@ def warning_of(modes: Sequence[Mode]) -> str:
     """Return a warning about prompts without variables if none of `modes` is the default, or ""."""
     if not modes or any(mode.is_default for mode in modes):
         return ""
-    names = " and ".join(modes[0].variables)
-    return (
-        f"A call without {names} takes the chat template's default, under which no answer was "
-        "trained."
+    names = _(" and ").join(modes[0].variables)
+    text = _(
+        "A call without {names} takes the chat template's default, under which no answer was trained."
     )
+    return text.format(names=names)
 
 
 def how_to_call(modes: Sequence[Mode]) -> list[str]:
     """Return each mode's line with Python call and server request, then the warning if any."""
-    lines = [f"{mode.trained}: call {mode.code}, or a server with {mode.request}" for mode in modes]
+    text = _("{trained}: call {code}, or a server with {request}")
+    lines = []
+    for mode in modes:
+        lines.append(text.format(trained=mode.trained, code=mode.code, request=mode.request))
     if warning := warning_of(modes):
         lines.append(warning)
     return lines

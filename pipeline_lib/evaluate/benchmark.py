@@ -25,6 +25,7 @@ from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import write_json, write_jsonl
+from pipeline_lib.core.language import N_
 from pipeline_lib.core.stage import Job, Say
 from pipeline_lib.core.text import Progress
 from pipeline_lib.core.units import count, percent
@@ -132,7 +133,7 @@ def _ask(
         model.generation_config = GenerationConfig.from_dict(dict(generation))
     precision: Precision = "bf16" if model.dtype == torch.bfloat16 else "fp32"
     respondent = Respondent(model, folder, load_tokenizer(folder), job.say)
-    job.spans.begin("answer")
+    job.spans.begin(N_("answer"))
     job.say(f"benchmark: {count(total, 'questions')} to the {name} model, in {precision}")
     answers: Answered = {}
     for asked in benchmarks:
@@ -156,7 +157,7 @@ def _load(
     place = answers_here(folder, Evaluate(generations=1, max_new_tokens=longest))
     if not place.answers:
         raise DataError(f"benchmark: {place.why}; take a machine with more memory")
-    job.spans.begin("load", weights_bytes(folder))
+    job.spans.begin(N_("load"), weights_bytes(folder))
     return load_to_answer(folder, place, rope)
 
 

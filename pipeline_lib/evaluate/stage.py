@@ -34,6 +34,7 @@ from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.errors import DataError, IntegrityError, TrainingError
 from pipeline_lib.core.files import write_json, write_jsonl
+from pipeline_lib.core.language import N_
 from pipeline_lib.core.memory import host_free_bytes
 from pipeline_lib.core.spans import Spans
 from pipeline_lib.core.stage import Job, Say
@@ -81,11 +82,8 @@ from pipeline_lib.records.evaluation import (
     UnigramScore,
 )
 from pipeline_lib.records.record import read_record, read_records, to_json
-from pipeline_lib.report.statistics import TOO_FEW, DocumentLosses
-
-NOT_JUDGED = (
-    "Nothing was held out, so nothing tells whether the tuned model is better than the base model."
-)
+from pipeline_lib.report.conclusion import conclusion_of, not_judged
+from pipeline_lib.report.statistics import DocumentLosses
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -160,7 +158,7 @@ def evaluated(
     losses, model = scored_and_loaded(folder, sets, place, say, spans, rope)
     answers: list[BaseAnswer] = []
     if model is not None:
-        spans.begin("answer")
+        spans.begin(N_("answer"))
         if generation:
             model.generation_config = GenerationConfig.from_dict(dict(generation))
         answers = generate_all(model, exam.texts, exam.documents, asked, exam.context, say)
@@ -253,7 +251,7 @@ def _run_tuned(job: Job) -> dict[str, Any]:
         )
         base = _evaluated_base(job, exam)
     scores: Scores | NoScores = NoScores(samples=0)
-    verdict: EvaluationVerdict | NoVerdict = NoVerdict(text=NOT_JUDGED)
+    verdict: EvaluationVerdict | NoVerdict = NoVerdict(text=not_judged())
     rows: list[DocumentScore] = []
     if exam.documents:
         losses = {"base": base.losses[0], "tuned": tuned.losses[0]}
@@ -382,19 +380,19 @@ def scored_and_loaded(
     losses have the same bits.
     """
     if sets and is_loaded_once_here(folder, place, _longest(sets)):
-        spans.begin("load", weights_bytes(folder))
+        spans.begin(N_("load"), weights_bytes(folder))
         model = load_to_score(folder, place, rope)
-        spans.begin("score")
+        spans.begin(N_("score"))
         losses = score_whole(model, sets)
         prepare_to_generate(model)
         return losses, model
     losses = []
     if sets:
-        spans.begin("score", weights_bytes(folder))
+        spans.begin(N_("score"), weights_bytes(folder))
         losses = score(folder, sets, say, rope)
     if not place.answers:
         return losses, None
-    spans.begin("load", weights_bytes(folder))
+    spans.begin(N_("load"), weights_bytes(folder))
     return losses, load_to_answer(folder, place, rope)
 
 
@@ -597,17 +595,15 @@ def judge(losses: Mapping[str, DocumentLosses], unigram: float) -> EvaluationVer
     tuned = losses["tuned"]
     base = losses["base"]
     improved = tuned.is_below(base)
-    known = "Not better" if tuned.mean >= base.mean else "Not proven better"
-    if improved:
-        known = "Better"
-    few = "" if tuned.estimate.has_enough else f"; {TOO_FEW}"
     beats_unigram = tuned.mean < unigram
     uses_prompt = "shuffled" in losses and losses["own"].is_below(losses["shuffled"])
-    text = (
-        f"{known} than the base model on held-out answers ({tuned.mean:.3f} against "
-        f"{base.mean:.3f} nats a token{few}), {'better' if beats_unigram else 'not better'} than "
-        f"guessing by frequency ({unigram:.3f}), and "
-        f"{'it uses' if uses_prompt else 'nothing shows that it uses'} the question."
+    text = conclusion_of(
+        tuned=tuned.mean,
+        base=base.mean,
+        unigram=unigram,
+        has_enough=tuned.estimate.has_enough,
+        improved=improved,
+        uses_prompt=uses_prompt,
     )
     return EvaluationVerdict(
         improved=improved, beats_unigram=beats_unigram, uses_prompt=uses_prompt, text=text

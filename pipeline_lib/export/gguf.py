@@ -12,6 +12,7 @@ from typing import Any
 from pipeline_lib.arch.generation_config import read_generation_config
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.files import read_json, require_space, write_json, write_text
+from pipeline_lib.core.language import N_
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.units import size
 from pipeline_lib.data.encode import load_tokenizer
@@ -48,7 +49,7 @@ def run(job: Job) -> dict[str, Any]:
     file = plan_file(merged, kind)
     require_space(job.out, file.size_bytes, f"the file of {kind}")
     job.say(f"export: writing {size(file.size_bytes)} of weights as {kind}")
-    job.spans.begin("write", file.size_bytes)
+    job.spans.begin(N_("write"), file.size_bytes)
     file.write(job.out / name, f"{file.config['model_type']} {job.spec.inputs['merge'].digest}")
     parity = _prove_or_keep(job, job.out / name, kind, merged, trained)
     figures: dict[str, Any] = to_json(parity)

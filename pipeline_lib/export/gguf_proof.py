@@ -32,6 +32,7 @@ from pipeline_lib.arch.gguf import ARCHITECTURES
 from pipeline_lib.arch.rope import positions_in
 from pipeline_lib.core.errors import DataError, TrainingError
 from pipeline_lib.core.files import write_json
+from pipeline_lib.core.language import N_
 from pipeline_lib.core.spans import Spans
 from pipeline_lib.core.stage import Say
 from pipeline_lib.data.blocks import Block
@@ -222,14 +223,14 @@ def prove(
     size_bytes = path.stat().st_size
     try:
         say("export: comparing each tensor with the merged one")
-        spans.begin("compare tensors", size_bytes)
+        spans.begin(N_("compare tensors"), size_bytes)
         model = file.built()
         _compare_sizes(file, model, merged)
         fills = file.fills(model)
         difference = _compare_tensors(file, model, fills, merged)
         block, positions, expected = probe_on(device, trained)
         say("export: comparing the tokenizer, the template and the logits")
-        spans.begin("compare logits", size_bytes)
+        spans.begin(N_("compare logits"), size_bytes)
         tokens = _compare_texts(file, merged, block)
     except DataError as error:
         raise TrainingError(f"the exported file is not the merged model: {error}") from error

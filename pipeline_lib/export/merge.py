@@ -27,6 +27,7 @@ from pipeline_lib.config.section import read_settings
 from pipeline_lib.config.train import Train, read_train
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.files import read_json, require_space, write_json, write_text
+from pipeline_lib.core.language import N_
 from pipeline_lib.core.run_folder import METRICS_NAME, SUMMARY_NAME
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.store import Ref, describe_file
@@ -77,7 +78,7 @@ def run(job: Job) -> dict[str, Any]:
     fold = plan_fold(base, trained, train if is_proven else unquantized(train))
     dtype = None if merge.dtype == "auto" else DTYPES[merge.dtype]
     job.say(f"merge: writing {size(fold.size_bytes(dtype))} of weights")
-    job.spans.begin("write", fold.size_bytes(dtype))
+    job.spans.begin(N_("write"), fold.size_bytes(dtype))
     job.hashes.update(export(fold, base, generation, job.out, dtype, rope))
     loading = ""
     if train.method == "lora":

@@ -33,6 +33,7 @@ from pipeline_lib.arch.layers import PROBE_TOKENS
 from pipeline_lib.arch.weight_files import Piece, weights_bytes
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError, TrainingError
+from pipeline_lib.core.language import N_
 from pipeline_lib.core.run_folder import WEIGHTS
 from pipeline_lib.core.spans import Spans
 from pipeline_lib.core.stage import Say
@@ -95,12 +96,12 @@ def prove(
     try:
         read_bytes = weights_bytes(exported) + weights_bytes(base)
         say(f"merge: comparing each tensor with the trained one, {where}")
-        spans.begin("compare tensors", read_bytes)
+        spans.begin(N_("compare tensors"), read_bytes)
         values = compare_tensors(reference, device)
     except DataError as error:  # the files do not hold the model of their config.json
         raise TrainingError(f"the exported model is not the trained one: {error}") from error
     say(f"merge: comparing logits with those that the training left, {where}")
-    spans.begin("compare logits", read_bytes)
+    spans.begin(N_("compare logits"), read_bytes)
     return Parity(**compare_logits(reference, device), **values)
 
 

@@ -28,7 +28,6 @@ from markupsafe import Markup
 
 from pipeline_lib.core import units
 from pipeline_lib.core.language import _
-from pipeline_lib.records.plan import bound_in_words
 from pipeline_lib.report.plan_check import beyond
 
 # Visual style of the figures, drawn with Bokeh. Axes and grids take their colours from the page's
@@ -217,7 +216,7 @@ def environment(package: str = _OWN_TEMPLATES) -> Environment:
     filters: tuple[Callable[..., str], ...] = (
         *(units.count, units.compact, units.rounded, units.real, units.small),
         *(units.size, units.seconds, units.percent, clip),
-        *(units.brief, units.gib, units.signed, units.amount, units.rate, beyond, bound_in_words),
+        *(units.brief, units.gib, units.signed, units.amount, units.rate, beyond),
     )
     made.globals["_"] = lambda message: Markup(_(message))  # noqa: S704  no user's text in it
     made.filters.update({show.__name__: show for show in filters})

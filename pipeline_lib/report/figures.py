@@ -67,7 +67,7 @@ def ledger_figure(ledger: Ledger) -> Chart | None:
             fates |= {fate: None for (of, fate), number in each.items() if number and of == kind}
         for fate, colour in zip(fates, cycle(palette), strict=False):
             numbers = [each.get((kind, fate), 0) for each in by_source]
-            unit = "rows" if fate.startswith("rows") else "samples"
+            unit = _("rows") if kind.startswith("rows") else _("samples")
             parts.append(BarSeries(fate, colour, numbers, unit))
     if not parts or (len(parts) == 1 and len(sources) == 1):
         return None
@@ -93,7 +93,9 @@ def lengths_figure(ledger: Ledger) -> Chart | None:
     bars = plot.quad(
         left="left", right="right", bottom=0, top="count", color=BLUE, line_width=0, source=source
     )
-    add_hover(plot, bars, (("tokens", "@left{0,0} to @right{0,0}"), ("samples", "@count{0,0}")))
+    add_hover(
+        plot, bars, ((_("tokens"), "@left{0,0} - @right{0,0}"), (_("samples"), "@count{0,0}"))
+    )
     plot.xaxis.formatter = plot.yaxis.formatter = NumeralTickFormatter(format="0,0")
     plot.xgrid.grid_line_alpha = 0
     return Chart(plot)
@@ -136,8 +138,8 @@ def scores_figure(scores: Scores | None) -> Chart | None:
     plot.text(x="high", y="name", source=source, **label)
     tips = (
         ("", "@name"),
-        ("loss", "@loss{0.0000} nats/token"),
-        ("95%", "@low{0.0000} to @high{0.0000}"),
+        (_("loss"), "@loss{0.0000} nats/token"),
+        ("95%", "@low{0.0000} - @high{0.0000}"),
     )
     add_hover(plot, bars, tips)
     if any(one.standard_error for one in estimates.values() if one):
@@ -153,10 +155,13 @@ def _fates(source: Source) -> dict[tuple[str, str], int]:
         ("kept", _("kept whole")): source.kept - cut - pieces,
         ("kept", _("kept, cut")): cut,
         ("kept", _("kept, pieces of longer ones")): pieces,
-        ("rows dropped", "rows dropped: duplicates"): source.duplicates_dropped,
+        (
+            "rows dropped",
+            _("rows dropped: {reason}").format(reason=_("duplicates")),
+        ): source.duplicates_dropped,
     }
     for reason, number in source.dropped.items():
-        fates["dropped", f"dropped: {reason}"] = number
+        fates["dropped", _("dropped: {reason}").format(reason=reason)] = number
     for reason, number in source.quarantined.items():
-        fates["rows quarantined", f"rows quarantined: {reason}"] = number
+        fates["rows quarantined", _("rows quarantined: {reason}").format(reason=reason)] = number
     return fates

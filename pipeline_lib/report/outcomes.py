@@ -24,6 +24,7 @@ from pipeline_lib.records.benchmark import BENCHMARK_NAME, Benchmarks
 from pipeline_lib.records.evaluation import EVALUATION_NAME, Evaluation
 from pipeline_lib.records.record import read_record
 from pipeline_lib.records.training import read_training
+from pipeline_lib.report.conclusion import conclusion
 from pipeline_lib.report.ship import ShipVerdict, ship_verdict
 
 LOGS = Path("logs")
@@ -151,7 +152,7 @@ def tell_results(dag: Dag, say: Say) -> None:
     sealed = open_sealed(experiment.ref("evaluate"), dag.store)
     evaluation = read_record(Evaluation, sealed.file(EVALUATION_NAME))
     tokenize = open_sealed(experiment.ref("tokenize"), dag.store).manifest
-    rows = [(_("verdict"), evaluation.verdict.text)]
+    rows = [(_("verdict"), conclusion(evaluation))]
     if verdict := ship_verdict_of(experiment, dag.store):
         rows.append((_("ship"), verdict.text))
     for part, product in PRODUCTS.items():

@@ -10,13 +10,15 @@ from typing import Any
 
 from pipeline_lib.core import units
 from pipeline_lib.core.events import EventName
-from pipeline_lib.core.language import _
+from pipeline_lib.core.language import N_, _
 from pipeline_lib.data.chat_template import repetition
 from pipeline_lib.data.how_to_call import warning_of
 from pipeline_lib.records.benchmark import BenchmarkComparison, Benchmarks, Fault
+from pipeline_lib.records.data import BlockIndex, Counts
 from pipeline_lib.records.evaluation import Score, Scores, UnigramScore
-from pipeline_lib.records.plan import PlanDocument
+from pipeline_lib.records.plan import PlanDocument, bound_in_words
 from pipeline_lib.report.charts import AMBER, BLUE, GREEN, GREY, PURPLE, RED, TEAL, render_page
+from pipeline_lib.report.conclusion import conclusion
 from pipeline_lib.report.curves import Curves
 from pipeline_lib.report.facts import ReportFacts
 from pipeline_lib.report.figures import figures_of
@@ -38,10 +40,10 @@ LIMITS = {
     "ranks": 64,
 }
 FAULT_NAMES: Mapping[Fault, str] = {
-    "unended": "without an end",
-    "loop": "a loop",
-    "empty": "empty",
-    "think": "broken think tags",
+    "unended": N_("without an end"),
+    "loop": N_("a loop"),
+    "empty": N_("empty"),
+    "think": N_("broken think tags"),
 }
 _MAX_EXPONENT = 700.0
 SERIES = (GREY, TEAL, BLUE, PURPLE, GREEN, AMBER, RED)
@@ -56,8 +58,6 @@ def render(facts: ReportFacts, curves: Curves) -> str:
     is_gpu = facts.plan is not None and facts.plan.cluster.is_gpu
     scores = facts.scores
     tuned = estimate_of(scores.tuned) if scores else None
-    percentiles = sorted(ledger.length_percentiles.items(), key=lambda item: item[1])
-    percentiles_text = ", ".join(f"{name} {units.count(value)}" for name, value in percentiles)
     total = ledger.total
     by_source = []
     if scores is not None:
@@ -77,13 +77,20 @@ def render(facts: ReportFacts, curves: Curves) -> str:
         "settling_steps": SETTLING_STEPS,
         "cost": _cost(facts),
         "memory_of": _memory_of(facts.plan),
-        "peak_of": "the allocator's." if is_gpu else "its whole process.",
+        "peak_of": _peak_text(is_gpu),
         "tuned_margin": "" if tuned is None else f"\u00b1 {units.real(tuned.high - tuned.value)}",
         "scores_rows": _score_rows(scores) if scores else [],
-        "total": replace(total, name=f"All {len(ledger.sources)} sources", format=""),
+        "total": replace(
+            total, name=_("All {number} sources").format(number=len(ledger.sources)), format=""
+        ),
         "sources_rows": by_source,
         "benchmark_rows": _benchmark_rows(facts.benchmarks),
-        "percentiles": f"Percentiles: {percentiles_text} tokens." if percentiles_text else "",
+        "percentiles": _percentiles_text(ledger.length_percentiles),
+        "duplicates": _duplicates_text(ledger.total),
+        "mixture": _mixture_text(facts.train_index),
+        "batch_text": _batch_text(facts.plan),
+        "bound_text": _bound_text(facts.plan),
+        "conclusion": conclusion(facts.evaluation),
         "call_warning": warning_of(facts.modes),
         "repetition": repetition(
             total.conversations, total.kept, total.tokens, total.repeated_tokens
@@ -104,6 +111,84 @@ def render(facts: ReportFacts, curves: Curves) -> str:
         "event_count": len(events),
     }
     return render_page("pipeline_lib.report", "page.html.jinja", figures_of(facts, curves), values)
+
+
+def _peak_text(is_gpu: bool) -> str:
+    """Return what the peak memory of a rank counts."""
+    if is_gpu:
+        return _("Of a rank, the largest of the step: the allocator's.")
+    return _("Of a rank, the largest of the step: its whole process.")
+
+
+def _percentiles_text(percentiles: Mapping[str, float]) -> str:
+    """Return the percentiles of the samples' lengths, the shortest first; empty without any."""
+    if not percentiles:
+        return ""
+    ordered = sorted(percentiles.items(), key=lambda item: item[1])
+    text = ", ".join(f"{name} {units.count(value)}" for name, value in ordered)
+    return _("Percentiles: {percentiles} tokens.").format(percentiles=text)
+
+
+def _duplicates_text(total: Counts) -> str:
+    """Return how many rows equal or resemble an earlier one; empty if there are none."""
+    if not total.duplicates:
+        return ""
+    kinds = ", ".join(f"{kind} {units.count(number)}" for kind, number in total.duplicates.items())
+    text = _("{rows} equal or resemble an earlier one ({kinds}); {dropped} of them were dropped.")
+    return text.format(
+        rows=units.count(sum(total.duplicates.values()), _("rows")),
+        kinds=kinds,
+        dropped=units.count(total.duplicates_dropped),
+    )
+
+
+def _mixture_text(index: BlockIndex) -> str:
+    """Return the blocks of each weight, and how many an epoch uses."""
+    groups = []
+    for group in index.groups:
+        text = _("{blocks} of weight {weight}")
+        blocks = units.count(group.blocks, _("blocks"))
+        groups.append(text.format(blocks=blocks, weight=units.compact(group.weight)))
+    return _("Mixture: {groups}; the first epoch uses {blocks}.").format(
+        groups=", ".join(groups), blocks=units.count(index.epoch_blocks, _("blocks"))
+    )
+
+
+def _batch_text(plan: PlanDocument | None) -> str:
+    """Return what a step is made of, and the first epoch; empty if nothing was packed."""
+    if plan is None or not plan.batch.blocks:
+        return ""
+    batch = plan.batch
+    sentences = [
+        _(
+            "An optimizer step takes {blocks} of {tokens}: {ranks} × {micro} × {accumulation}."
+        ).format(
+            blocks=units.count(batch.global_batch_blocks, _("blocks")),
+            tokens=units.count(batch.block_tokens, _("tokens")),
+            ranks=units.count(plan.cluster.ranks, _("ranks")),
+            micro=units.count(batch.micro_batch_blocks, _("blocks")),
+            accumulation=units.count(batch.accumulation, _("accumulated micro-batches")),
+        )
+    ]
+    if batch.samples_per_step:
+        samples = units.count(batch.samples_per_step, _("samples"))
+        sentences.append(_("It has {samples} on average.").format(samples=samples))
+    blocks = units.count(batch.blocks, _("training blocks"))
+    sentences.append(_("There are {blocks}.").format(blocks=blocks))
+    if batch.steps_per_epoch:
+        text = _("The first epoch has {steps}, and its last step has {blocks}.")
+        steps = units.count(batch.steps_per_epoch, _("steps"))
+        blocks = units.count(batch.last_step_blocks, _("blocks"))
+        sentences.append(text.format(steps=steps, blocks=blocks))
+    return " ".join(sentences)
+
+
+def _bound_text(plan: PlanDocument | None) -> str:
+    """Return what bounds a step by the prediction; empty without one."""
+    if plan is None or plan.prediction is None:
+        return ""
+    cause = _(bound_in_words(plan.prediction.bound))
+    return _("The step is bound by {cause}.").format(cause=cause)
 
 
 def _next_commands(experiment: str) -> list[tuple[str, str]]:
@@ -138,29 +223,37 @@ def _cost(facts: ReportFacts) -> dict[str, str]:
     """Return the amount, like `3.1 GPU-hours`, and a text that explains it."""
     found = facts.spent
     if found is None:
-        return {"amount": "Cost n/a:", "beside": "the duration of the training is not recorded"}
-    unit = f"{found.device}-hours"
+        return {
+            "amount": _("Cost n/a:"),
+            "beside": _("the duration of the training is not recorded"),
+        }
+    is_gpu = found.device == "GPU"
+    unit = _("GPU-hours") if is_gpu else _("CPU core-hours")
     hours = units.rounded(found.hours, unit) if found.hours >= 1 else units.small(found.hours, unit)
-    attempts = "" if facts.attempts == 1 else f" in {units.count(facts.attempts, 'attempts')}"
-    devices = units.count(found.devices, f"{found.device}s")
-    beside = (
-        f"to train: {devices} held for {units.seconds(found.held_s)}{attempts}, starting and "
-        "ending included"
-    )
-    if found.used_fraction is not None:
-        used = units.percent(found.used_fraction)
-        beside += (
-            f", {used} of it in steps of the model; the rest was startup, saving, validation and "
-            "repeated steps"
+    devices = units.count(found.devices, _("GPUs") if is_gpu else _("CPU cores"))
+    sentences = [
+        _("to train: {devices} held for {time}, {attempts}, starting and ending included.").format(
+            devices=devices,
+            time=units.seconds(found.held_s),
+            attempts=units.count(facts.attempts, _("attempts")),
         )
+    ]
+    if found.used_fraction is not None:
+        text = _(
+            "{fraction} of it in steps of the model; the rest was startup, saving, validation and "
+            "repeated steps."
+        )
+        sentences.append(text.format(fraction=units.percent(found.used_fraction)))
     way = facts.plan.prediction if facts.plan else None
     if way is not None and way.gpu_hours is not None:
         planned = way.gpu_hours
-        low = units.rounded(planned.low)
-        value = units.rounded(planned.value)
-        high = units.rounded(planned.high)
-        beside += f". The plan predicted {value} for the steps ({low} to {high})"
-    return {"amount": hours, "beside": f"{beside}."}
+        text = _("The plan predicted {value} for the steps ({low} to {high}).").format(
+            value=units.rounded(planned.value),
+            low=units.rounded(planned.low),
+            high=units.rounded(planned.high),
+        )
+        sentences.append(text)
+    return {"amount": hours, "beside": " ".join(sentences)}
 
 
 def _score_rows(scores: Scores) -> list[dict[str, Any]]:
@@ -179,7 +272,9 @@ def _score_rows(scores: Scores) -> list[dict[str, Any]]:
         if one is not None:
             low = math.exp(min(one.low, _MAX_EXPONENT))
             high = math.exp(min(one.high, _MAX_EXPONENT))
-            perplexities = f"{units.rounded(low)} to {units.rounded(high)}"
+            perplexities = _("{low} to {high}").format(
+                low=units.rounded(low), high=units.rounded(high)
+            )
         rows.append(
             {"name": name, "score": score, "losses": _ends(one), "perplexities": perplexities}
         )
@@ -200,7 +295,9 @@ def _benchmark_rows(benchmarks: Benchmarks | None) -> list[dict[str, Any]]:
                 "base": units.percent(found.base.fraction),
                 "tuned": units.percent(found.tuned.fraction),
                 "difference": points(found.difference),
-                "interval": f"{points(found.low)} to {points(found.high)}",
+                "interval": _("{low} to {high}").format(
+                    low=points(found.low), high=points(found.high)
+                ),
                 "class": style,
                 "faults": _fault_text(found),
             }
@@ -214,8 +311,8 @@ def _fault_text(found: BenchmarkComparison) -> str:
     for fault in sorted(found.base.faults.keys() | found.tuned.faults.keys()):
         base = found.base.faults.get(fault, 0)
         tuned = found.tuned.faults.get(fault, 0)
-        texts.append(f"{FAULT_NAMES[fault]} {base:,}, {tuned:,}")
-    return "; ".join(texts) or "none"
+        texts.append(f"{_(FAULT_NAMES[fault])} {base:,}, {tuned:,}")
+    return "; ".join(texts) or _("none")
 
 
 def _interval(score: Score | None) -> str:
@@ -255,6 +352,7 @@ def _time_rows(facts: ReportFacts) -> list[dict[str, Any]]:
         rows.append(
             {
                 "span": span,
+                "name": _(span.name) if span.name else _("all"),
                 "is_first": not shades[span.part],
                 "share": span.duration_s / total_s,
                 "colour": colours[span.part],
@@ -289,10 +387,10 @@ def _loss_rows(facts: ReportFacts) -> list[dict[str, Any]]:
     """Return the unused rows and samples by source and reason, the largest numbers first."""
     rows: list[dict[str, Any]] = []
     for source in facts.ledger.sources:
-        duplicates = {"duplicates": source.duplicates_dropped}
-        rows += _losses_of(source.name, "quarantined", "rows", source.quarantined)
-        rows += _losses_of(source.name, "dropped", "rows", duplicates)
-        rows += _losses_of(source.name, "dropped", "samples", source.dropped)
+        duplicates = {_("duplicates"): source.duplicates_dropped}
+        rows += _losses_of(source.name, _("quarantined"), _("rows"), source.quarantined)
+        rows += _losses_of(source.name, _("dropped"), _("rows"), duplicates)
+        rows += _losses_of(source.name, _("dropped"), _("samples"), source.dropped)
     return sorted(rows, key=lambda row: -row["number"])
 
 
@@ -320,7 +418,9 @@ def _unread_rows(facts: ReportFacts) -> list[dict[str, str]]:
             keys = sorted(file.unread.items(), key=lambda item: -item[1])
             counts = [f"{name} {units.count(number)}" for name, number in keys]
             if file.unread_others:
-                counts.append(f"further keys {units.count(file.unread_others)}")
+                counts.append(
+                    _("further keys {number}").format(number=units.count(file.unread_others))
+                )
             rows.append({"file": file.name, "keys": ", ".join(counts)})
     return rows
 

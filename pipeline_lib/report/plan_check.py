@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline_lib.core import units
 from pipeline_lib.core.events import EventName
-from pipeline_lib.core.language import _
+from pipeline_lib.core.language import N_, _
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.units import HOUR_S
 from pipeline_lib.records.plan import Figure, PlanDocument, PlannedWay
@@ -23,19 +23,19 @@ SETTLING_STEPS = 3
 PHASES = ("forward_s", "backward_s", "update_s")
 # The names of Prediction, each with its label and its unit (units.amount).
 FIGURES = {
-    "step_s": ("time of a step", "s"),
-    "forward_s": ("forward of a step", "s"),
-    "backward_s": ("backward of a step", "s"),
-    "update_s": ("update of a step", "s"),
-    "tokens_per_s_per_rank": ("speed of a rank", "tokens/s"),
+    "step_s": (N_("time of a step"), "s"),
+    "forward_s": (N_("forward of a step"), "s"),
+    "backward_s": (N_("backward of a step"), "s"),
+    "update_s": (N_("update of a step"), "s"),
+    "tokens_per_s_per_rank": (N_("speed of a rank"), "tokens/s"),
     "mfu": ("MFU", "fraction"),
-    "peak_memory_bytes": ("peak of the allocator", "memory"),
-    "needed_memory_bytes": ("memory in use on the GPU", "memory"),
-    "network_bytes": ("sent by a node in a step", "bytes"),
-    "run_s": ("all steps with saving and validation", "s"),
-    "gpu_hours": ("GPU hours of that", "GPU hours"),
-    "checkpoint_bytes": ("a checkpoint", "bytes"),
-    "checkpoint_s": ("writing a checkpoint", "s"),
+    "peak_memory_bytes": (N_("peak of the allocator"), "memory"),
+    "needed_memory_bytes": (N_("memory in use on the GPU"), "memory"),
+    "network_bytes": (N_("sent by a node in a step"), "bytes"),
+    "run_s": (N_("all steps with saving and validation"), "s"),
+    "gpu_hours": (N_("GPU hours of that"), "GPU hours"),
+    "checkpoint_bytes": (N_("a checkpoint"), "bytes"),
+    "checkpoint_s": (N_("writing a checkpoint"), "s"),
 }
 # A checkpoint's tensors are counted exactly; headers, random states and records come on top.
 _BESIDE_TENSORS, _RECORDS_BYTES = 0.02, 1_000_000
@@ -110,7 +110,7 @@ def comparison(
         band = _band(way, key)
         value = measured.get(key)
         if band is not None and band.value and value is not None:
-            compared.append(Compared(key, name, unit, band.value, band.low, band.high, value))
+            compared.append(Compared(key, _(name), unit, band.value, band.low, band.high, value))
     return compared
 
 
@@ -120,11 +120,17 @@ def verdict(compared: Sequence[Compared]) -> str:
     outside = [one for one in judged if not one.within]
     text = f"{tally(compared)}."
     if outside:
-        distances = [f"{one.name}, {beyond(one)} the band" for one in outside]
-        text += f" Outside: {'; '.join(distances)}."
+        distances = []
+        for one in outside:
+            distances.append(
+                _("{name}, {beyond} the band").format(name=one.name, beyond=beyond(one))
+            )
+        text += _(" Outside: {figures}.").format(figures="; ".join(distances))
     if len(judged) < len(compared):
-        text += f" Bands wider than a factor of {_WIDEST} are not judged; "
-        text += "`qwen3 calibrate CONFIG` narrows them."
+        text += _(
+            " Bands wider than a factor of {factor} are not judged; `qwen3 calibrate CONFIG` narrows "
+            "them."
+        ).format(factor=_WIDEST)
     return text
 
 
@@ -152,8 +158,8 @@ def unjudged(one: Compared) -> str:
 
 def beyond(one: Compared) -> str:
     """Return text like `14.0% above` for a figure that is outside its band."""
-    side = "above" if one.beyond_fraction > 0 else "below"
-    return f"{units.percent(abs(one.beyond_fraction))} {side}"
+    text = _("{distance} above") if one.beyond_fraction > 0 else _("{distance} below")
+    return text.format(distance=units.percent(abs(one.beyond_fraction)))
 
 
 def settled(steps: Sequence[Step]) -> list[Step]:

@@ -19,10 +19,11 @@ def setting_rows(facts: ReportFacts) -> list[tuple[str, str]]:
     model = origin_of(facts.manifests["model"])
     steps = units.count(training.steps, _("steps"))
     epochs = units.compact(training.epochs, _("epochs"))
-    block = units.count(facts.train_index.block_tokens, "tokens")
+    block = units.count(facts.train_index.block_tokens, _("tokens"))
     ranks = units.count(training.world_size, _("ranks"))
+    parameters = units.compact(training.parameters, _("parameters"))
     return [
-        (_("Model"), f"{model}, {units.compact(training.parameters, 'parameters')}"),
+        (_("Model"), f"{model}, {parameters}"),
         (_("Data"), _data(facts.ledger.sources)),
         (_("Method"), method_words(train)),
         (_("Learning rate"), _rate(train)),
@@ -33,7 +34,7 @@ def setting_rows(facts: ReportFacts) -> list[tuple[str, str]]:
             ),
         ),
         (_("Length"), f"{steps}, {epochs}"),
-        (_("Numbers"), f"{train.precision}, {train.optimizer}, seed {train.seed}"),
+        (_("Numbers"), _numbers(train)),
         (_("Machine"), _("{strategy} on {ranks}").format(strategy=training.strategy, ranks=ranks)),
         (_("Date"), date_of(facts)),
     ]
@@ -49,14 +50,15 @@ def method_words(train: Train) -> str:
     """Return how the weights are trained: `all weights`, `LoRA, rank 16, alpha 32`."""
     if train.method == "full":
         return _("all weights")
-    name = "QLoRA (base in 4 bits)" if train.lora.base == "nf4" else "LoRA"
-    return f"{name}, rank {train.lora.rank}, alpha {train.lora.alpha}"
+    name = _("QLoRA (base in 4 bits)") if train.lora.base == "nf4" else "LoRA"
+    text = _("{name}, rank {rank}, alpha {alpha}")
+    return text.format(name=name, rank=train.lora.rank, alpha=train.lora.alpha)
 
 
 def _data(sources: Sequence[Source]) -> str:
-    said = [f"{source.name} ({units.count(source.rows, 'rows')})" for source in sources]
+    said = [f"{source.name} ({units.count(source.rows, _('rows'))})" for source in sources]
     if len(said) > _MOST_NAMES:
-        others = units.count(len(said) - _MOST_NAMES, "more")
+        others = _("{number} more").format(number=len(said) - _MOST_NAMES)
         said = [*said[:_MOST_NAMES], others]
     return ", ".join(said)
 
@@ -64,11 +66,18 @@ def _data(sources: Sequence[Source]) -> str:
 def _rate(train: Train) -> str:
     warmup = units.percent(train.warmup_fraction)
     if train.warmup_steps is not None:
-        warmup = units.count(train.warmup_steps, "steps")
-    return f"{units.small(train.lr)}, {train.lr_schedule}, warm-up {warmup}"
+        warmup = units.count(train.warmup_steps, _("steps"))
+    return _("{rate}, {schedule}, warm-up {warmup}").format(
+        rate=units.small(train.lr), schedule=train.lr_schedule, warmup=warmup
+    )
+
+
+def _numbers(train: Train) -> str:
+    text = _("{precision}, {optimizer}, seed {seed}")
+    return text.format(precision=train.precision, optimizer=train.optimizer, seed=train.seed)
 
 
 def _batch(train: Train) -> str:
     if train.global_batch_samples is not None:
-        return units.count(train.global_batch_samples, "samples")
-    return units.count(train.global_batch_tokens, "tokens")
+        return units.count(train.global_batch_samples, _("samples"))
+    return units.count(train.global_batch_tokens, _("tokens"))

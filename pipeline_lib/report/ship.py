@@ -7,15 +7,16 @@ from enum import StrEnum
 
 from pipeline_lib.config.benchmarks import Ship
 from pipeline_lib.core import units
+from pipeline_lib.core.language import N_, _
 from pipeline_lib.records.benchmark import BenchmarkComparison, Benchmarks, Fault
 
 
 class ShipDecision(StrEnum):
     """Whether the tuned model may ship."""
 
-    SHIP = "ship"
-    STAY = "do not ship"
-    UNKNOWN = "not enough questions to tell"
+    SHIP = N_("ship")
+    STAY = N_("do not ship")
+    UNKNOWN = N_("not enough questions to tell")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class ShipRule:
     key: str
     decision: ShipDecision
     text: str
+
+    @property
+    def decision_text(self) -> str:
+        """The decision in words."""
+        return _(self.decision)
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,9 @@ class ShipVerdict:
     def text(self) -> str:
         """The decision, with the rules that it is due to."""
         due = [rule for rule in self.rules if rule.decision == self.decision]
-        return f"{self.decision.capitalize()}: {'; '.join(rule.text for rule in due)}."
+        reasons = "; ".join(rule.text for rule in due)
+        text = _("{decision}: {reasons}.")
+        return text.format(decision=_(self.decision).capitalize(), reasons=reasons)
 
 
 def ship_verdict(ship: Ship, benchmarks: Benchmarks | None) -> ShipVerdict | None:
@@ -62,17 +70,22 @@ def _differences(ship: Ship, benchmarks: Benchmarks) -> Iterator[ShipRule]:
         key = f"ship.gain.{name}" if name in ship.gain else f"ship.keep.{name}"
         found = benchmarks.compared[name]
         decision = ShipDecision.UNKNOWN
-        more = f"; about {units.count(_wanted(found, least), 'questions')} would do"
+        questions = units.count(_wanted(found, least), _("questions"))
+        more = _("; about {questions} would do").format(questions=questions)
         if found.low >= least or found.high < least:
             decision = ShipDecision.SHIP if found.low >= least else ShipDecision.STAY
             more = ""
-        text = f"{name} {difference_words(found)}, wanted {points(least)} or more{more}"
+        text = _("{name} {difference}, wanted {least} or more{more}").format(
+            name=name, difference=difference_words(found), least=points(least), more=more
+        )
         yield ShipRule(key, decision, text)
 
 
 def difference_words(found: BenchmarkComparison) -> str:
     """Return the difference of the fractions right, with its interval."""
-    return f"{points(found.difference)} points ({points(found.low)} to {points(found.high)})"
+    return _("{difference} points ({low} to {high})").format(
+        difference=points(found.difference), low=points(found.low), high=points(found.high)
+    )
 
 
 def points(fraction: float) -> str:
@@ -105,8 +118,13 @@ def _faults(ship: Ship, benchmarks: Benchmarks) -> Iterator[ShipRule]:
             continue
         seen = sum(score.faults.get(fault, 0) for score in scores)
         decision = ShipDecision.SHIP if seen <= most * answers else ShipDecision.STAY
-        text = f"{units.count(seen, 'answers')} of {answers:,} {_FAULTS[fault]}"
-        yield ShipRule(f"ship.{key}", decision, f"{text}, at most {units.percent(most)} may")
+        text = _("{seen} of {answers} {fault}, at most {most} may").format(
+            seen=units.count(seen, _("answers")),
+            answers=units.count(answers),
+            fault=_(_FAULTS[fault]),
+            most=units.percent(most),
+        )
+        yield ShipRule(f"ship.{key}", decision, text)
 
 
-_FAULTS: dict[Fault, str] = {"loop": "end in a loop", "unended": "do not end"}
+_FAULTS: dict[Fault, str] = {"loop": N_("end in a loop"), "unended": N_("do not end")}

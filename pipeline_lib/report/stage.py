@@ -144,11 +144,11 @@ def run(job: Job) -> dict[str, Any]:
     """Write report.html, summary.json and curves.csv from the sealed inputs; return counts."""
     settings = job.spec.settings
     ship = read_settings(Ship, settings.get("ship", {}))
-    facts = read_facts(str(settings["experiment"]), job.inputs, ship)
-    curves = curves_of(facts.steps)
     # It is in the digest: who runs the stage, and in which language, changes no byte of the page.
     language: Language = job.spec.settings.get("language", "en")
     with speaking(language):
+        facts = read_facts(str(settings["experiment"]), job.inputs, ship)
+        curves = curves_of(facts.steps)
         page = render(facts, curves)
     write_text(job.out / REPORT_NAME, page)
     write_json(job.out / SUMMARY_NAME, summary_of(facts))

@@ -9,14 +9,20 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline_lib.core.language import _
 from pipeline_lib.records.evaluation import MIN_DOCUMENTS, DocumentScore, Score, Scores
 
 # Losses with standard errors. Held-out documents are treated as a random sample. A loss is a ratio
 # of sums over documents, with the standard error of a ratio estimate (Cochran, Sampling Techniques,
 # section 6.4, without the finite population correction). Intervals use Student's t distribution.
 
-TOO_FEW = f"fewer than {MIN_DOCUMENTS} held-out documents are too few to tell"
 CONFIDENCE = 0.95
+
+
+def too_few() -> str:
+    """Return why nothing is said of a difference of few documents."""
+    text = _("fewer than {documents} held-out documents are too few to tell")
+    return text.format(documents=MIN_DOCUMENTS)
 
 
 @dataclass(frozen=True)
@@ -158,10 +164,12 @@ class LossGain:
     def text(self) -> str:
         """The conclusion from the interval, in words."""
         if not self.gain.has_enough:
-            return f"not proven: {TOO_FEW}"
+            return _("not proven: {reason}").format(reason=too_few())
         if self.is_noise:
-            return "noise: the interval holds 0"
-        return "lower by more than chance" if self.gain.value > 0 else "higher by more than chance"
+            return _("noise: the interval holds 0")
+        if self.gain.value > 0:
+            return _("lower by more than chance")
+        return _("higher by more than chance")
 
 
 def differences(scores: Scores | None, documents: Sequence[DocumentScore]) -> list[LossGain]:
@@ -179,13 +187,12 @@ def differences(scores: Scores | None, documents: Sequence[DocumentScore]) -> li
     gains = []
     if sum(row.tokens > 0 for row in documents) >= 2:
         gain = DocumentLosses.of(documents, "tuned").gain_over(DocumentLosses.of(documents, "base"))
-        gains.append(LossGain("base", gain, is_paired=True))
+        gains.append(LossGain(_("base"), gain, is_paired=True))
     elif tuned and base:
-        gains.append(LossGain("base", tuned.gain_over(base), is_paired=False))
+        gains.append(LossGain(_("base"), tuned.gain_over(base), is_paired=False))
     if tuned and shuffled:
-        gains.append(
-            LossGain("tuned, shuffled prompts", tuned.gain_over(shuffled), is_paired=False)
-        )
+        gain = tuned.gain_over(shuffled)
+        gains.append(LossGain(_("tuned, shuffled prompts"), gain, is_paired=False))
     return gains
 
 

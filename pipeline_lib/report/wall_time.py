@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline_lib.core.events import EventName
+from pipeline_lib.core.language import N_
 from pipeline_lib.core.run_record import RunRecord, number
 from pipeline_lib.core.spans import COUNT
 from pipeline_lib.core.store import Manifest
 from pipeline_lib.records.training import Step
 
-REST = "rest"
+REST = N_("rest")
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,10 @@ def _of_training(record: RunRecord, steps: Sequence[Step]) -> list[Span]:
     saves = record.named(EventName.CHECKPOINT_SAVED)
     saves_s = sum(number(event.get("wait_s")) or 0.0 for event in saves)
     return [
-        Span("train", "start and load", _between(launched, started)),
-        Span("train", "first pass", _between(started, stepping)),
-        Span("train", "steps", steps_s),
-        Span("train", "wait for saves", saves_s),
+        Span("train", N_("start and load"), _between(launched, started)),
+        Span("train", N_("first pass"), _between(started, stepping)),
+        Span("train", N_("steps"), steps_s),
+        Span("train", N_("wait for saves"), saves_s),
     ]
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from string import Formatter
 from typing import Any
 
 import pytest
+from jinja2 import Environment
 from jinja2.ext import babel_extract
+from jinja2.nodes import Output, TemplateData
 
 from pipeline_lib.config.schema import ConfigFile
 from pipeline_lib.core.language import CATALOGUE, Language, _, language_of, read_catalogue, speaking
@@ -50,6 +53,21 @@ def descriptions(schema: Any) -> Iterator[str]:
                 yield value
             else:
                 yield from descriptions(value)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "report/templates").glob("*.html.jinja")), ids=lambda path: path.name
+)
+def test_a_page_of_the_report_has_no_text_that_is_not_translated(path: Path) -> None:
+    parsed = Environment(autoescape=True).parse(path.read_text(encoding="utf-8"))
+    bare = "".join(
+        str(part.data)
+        for output in parsed.find_all(Output)
+        for part in output.nodes
+        if isinstance(part, TemplateData)
+    )
+    words = re.sub(r"<[^>]*>?|[^<]*>", " ", bare)
+    assert re.findall(r"[A-Za-z]{3,} [a-z]{2,}", words) == []
 
 
 def catalogue() -> dict[str, str]:

@@ -30,7 +30,6 @@ from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.evaluate.answers import bounded
 from pipeline_lib.evaluate.loading import answers_here, device_for, load_to_answer, load_to_score
 from pipeline_lib.evaluate.stage import (
-    NOT_JUDGED,
     judge,
     run,
     score,
@@ -44,6 +43,7 @@ from pipeline_lib.model.build import load_base
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.plan.evaluation import CPU_BYTES, Answers, Place, is_loaded_once
 from pipeline_lib.records.record import to_json
+from pipeline_lib.report.conclusion import not_judged
 from pipeline_lib.report.statistics import DocumentLosses
 from tests.complete import ledger, source
 from tests.data.test_shard import write_samples
@@ -458,7 +458,7 @@ def test_if_nothing_is_held_out_the_models_answer_the_users_prompts_alone(
     metrics = run_both(base_job, job, generations=5)
 
     assert metrics["eval"] == {"samples": 0}
-    assert metrics["verdict"] == {"text": NOT_JUDGED}
+    assert metrics["verdict"] == {"text": not_judged()}
     assert [row["prompt"] for row in read_jsonl(job.out / "generations.jsonl")] == ["?"]
     assert read_jsonl(job.out / "scores.jsonl") == []
 

@@ -177,7 +177,7 @@ def test_sections_stand_in_order_with_their_numbers(finished: World) -> None:
             "1.2e-07",
         ),
         *(
-            "0.0335 CPU core-hours to train: 2 CPU cores held for 1 min 00 s in 2 attempts",
+            "0.0335 CPU core-hours to train: 2 CPU cores held for 1 min 00 s, 2 attempts",
             "lower by more than chance",
         ),
         *(
@@ -273,8 +273,8 @@ def test_validation_and_skipped_steps_are_told(world: World) -> None:
     }
     page = page_of(world, with_figures=True)
     for said in (
-        "The held-out loss was lowest after step 100, 2.250 nats per supervised token, and that "
-        "step is the result.",
+        "The held-out loss was lowest after step 100, 2.250 nats/token.",
+        "That step is the result.",
         "Training stopped early",
         "far out of range: 1; the events list them",
         "step.skipped",
@@ -294,8 +294,8 @@ def test_a_best_step_that_was_lost_is_told(world: World) -> None:
         "result_step": 80,
     }
     assert (
-        "after step 100, 2.250 nats per supervised token; its checkpoint was damaged or missing, "
-        "so step 80" in (text_of(world))
+        "after step 100, 2.250 nats/token. Its checkpoint was damaged or missing, so step 80 is"
+        in text_of(world)
     )
 
 
@@ -393,13 +393,13 @@ def test_a_plan_for_gpus_is_shown_with_every_strategy_and_the_memory_there_is(wo
     shown = " ".join(page_of(world, with_figures=True).text.split())
     for said in (
         "peak of the allocator 66.9 GiB 63.6 GiB to 70.2 GiB 80.0 GiB +19.6% no, 13.9% above",
-        "a GPU here has 80.0 GiB",
+        "A GPU here has 80.0 GiB",
         "the GPU has 80.0 GiB",
         "fsdp, chosen micro-batch 2 x accumulation 2, selective activation checkpointing, no "
         "reshard after forward, compiled 3.41 s",
         "hsdp over 4 ranks micro-batch 2 x accumulation 2 3.17 s",
         "all-gather of weights forward between nodes 16.4 GB 2 818 ms 170 ms",
-        "2 nodes of 4 ranks; the passes through 2 parts of the model were measured on it",
+        "2 nodes of 4 ranks. The passes through 2 parts of the model were measured on it.",
     ):
         assert said in shown, said
     assert "Memory is not compared" not in shown
@@ -470,7 +470,7 @@ def test_damaged_events_are_left_out_and_counted(world: World) -> None:
     events.write_text(events.read_text() + "\n".join(damaged) + "\n")
     world.seal_again("train")
     shown = " ".join(Page(render(facts_of(world), curves_of(facts.steps))).text.split())
-    assert "7 lines of events.jsonl are damaged and not shown." in shown
+    assert "Damaged lines of events.jsonl, which are not shown: 7." in shown
     assert "kept.event" in shown
 
 
