@@ -605,8 +605,8 @@ class Report(Section):
 
     language: Language = Field(
         "en",
-        description="language of the page: `en` or `zh`; the sentences of the plan stay in English. The terminal's is "
-        "that of its locale, or of the environment variable QWEN3_LANG",
+        description="language of the page: `en` or `zh`; the sentences of the plan stay in "
+        "English. The terminal's is that of its locale, or of the environment variable QWEN3_LANG",
     )
 
 

@@ -521,3 +521,14 @@ def test_too_little_memory_on_cpus_is_warned_of(plan: Plan) -> None:
     enough = ON_CPUS.replace("memory_gb: 1", "memory_gb: 2")
     assert "warning" not in plan("config/config.yaml", config=enough, command="check").stdout
     assert "FITS" in plan("config/config.yaml", config=enough).stdout
+
+
+def test_a_config_that_is_not_there_is_all_that_is_said(plan: Plan) -> None:
+    """The line with the exit code is for the logs of rules."""
+    refused = plan("nowhere.yaml")
+
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines() == [
+        "error: nowhere.yaml: 1 problem",
+        "  - cannot be read: No such file or directory",
+    ]
