@@ -34,6 +34,7 @@ from pipeline_lib.plan.predict import (
     lacks_host_memory,
     predict_step,
 )
+from pipeline_lib.plan.road import road_of
 from pipeline_lib.plan.stages import Run, local_data_bytes, needs_of
 from pipeline_lib.plan.steps import Steps, plan_batches, step_warnings
 from pipeline_lib.plan.trained import checkpoint_bytes
@@ -522,4 +523,5 @@ def _content(
             next=tuple(actions),
         ),
         words=_with_data(words, question, train, batch),
+        road=road_of(replace(run_of(question), train=train), way.run_s if way else None),
     )

@@ -25,6 +25,7 @@ from pipeline_lib.core.units import (
     rounded,
 )
 from pipeline_lib.plan.memory import PARTS
+from pipeline_lib.plan.road import total
 from pipeline_lib.plan.saving import slow_saves
 from pipeline_lib.records.plan import (
     FITS,
@@ -134,6 +135,7 @@ def _answers(plan: PlanDocument) -> list[Row]:
     rows = [
         (_(_LABELS[summary.verdict]), _fit(plan)),
         (_("TIME"), _time(plan, plan.prediction) if plan.prediction else _(_NOT_KNOWN)),
+        (_("RUN"), _road(plan)),
         (_("COST"), _money(plan)),
         (_("STEPS"), _steps(plan)),
         (_("WAY"), summary.way),
@@ -200,6 +202,15 @@ def _time(plan: PlanDocument, found: PlannedWay) -> str:
         parts.append(banded(found.run_s, brief, _("{value} in all")))
     bound = _(bound_in_words(found.bound))
     return _("{times}; bound by {bound}").format(times=_(", ").join(parts), bound=bound)
+
+
+def _road(plan: PlanDocument) -> str:
+    """Return what the run takes from its command to its report; empty if that is not known."""
+    if not plan.road:
+        return ""
+    each = [f"{_(part.stage)} {brief(part.seconds.value)}" for part in plan.road]
+    text = _("{time} from the command to the report: {parts}; beside the arrival of model and data")
+    return text.format(time=banded(total(plan.road), brief), parts=_(", ").join(each))
 
 
 def _money(plan: PlanDocument) -> str:

@@ -197,6 +197,14 @@ class Need(Record):
 
 
 @dataclass(frozen=True)
+class RoadPart(Record):
+    """What one part of a run takes from the command to the report: `start`, or a stage's name."""
+
+    stage: str
+    seconds: Figure
+
+
+@dataclass(frozen=True)
 class PlannedTracking(Record):
     """The trackers that are fed."""
 
@@ -464,6 +472,7 @@ class PlanDocument(Record):
     near_miss: PlannedNearMiss | None
     summary: Summary
     words: Words
+    road: tuple[RoadPart, ...] = ()  # empty if machine, model or length of the training is unknown
 
     @property
     def chosen_memory(self) -> Memory:
