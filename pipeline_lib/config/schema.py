@@ -596,7 +596,8 @@ class Evaluate(Section):
     )
 
 
-ExportType = Literal["gguf-f16", "gguf-q8_0"]
+FP8 = "fp8"
+ExportType = Literal["gguf-f16", "gguf-q8_0", "fp8"]
 EXPORT_TYPES: tuple[str, ...] = get_args(ExportType)
 
 
@@ -631,8 +632,8 @@ class Config(Section):
     ship: Ship = NO_RULES
     export: tuple[ExportType, ...] = Field(
         (),
-        description="files of the merged model for other programs, each read back and compared with "
-        "it: `gguf-f16`, `gguf-q8_0` for llama.cpp and Ollama",
+        description="the merged model for other programs, each read back and compared with it: "
+        "`gguf-f16`, `gguf-q8_0` for llama.cpp and Ollama, `fp8` for vLLM and SGLang",
     )
     report: Report = Report()
 

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from pipeline_lib.config.content import Content
-from pipeline_lib.config.schema import EXPORT_TYPES, Config
+from pipeline_lib.config.schema import EXPORT_TYPES, FP8, Config
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.spec_settings import (
     benchmark_settings,
@@ -39,8 +39,9 @@ JobKind = Literal["tokenize", "pack", "read", "load", "merge", "evaluate"]
 # Jobs of these kinds open files of weights, on a GPU where there is one.
 OPENS_WEIGHTS: frozenset[JobKind | None] = frozenset({"load", "merge", "evaluate"})
 
-# of the format, as its files say it
+# of the formats, as their files say it
 GGUF_VERSION = 3
+FP8_FORMAT = "float-quantized"
 
 # The part that is the evaluation of the base model, an instance of the stage `evaluate`.
 BASELINE = "baseline"
@@ -119,6 +120,10 @@ def _export_title(config: Config, parts: Sequence[str]) -> str:
     return f"{', '.join(parts)} of the merged model, read back and compared with it"
 
 
+def _export_settings(config: Config, content: Content, part: str) -> dict[str, Any]:
+    return {"type": part, "format": FP8_FORMAT if part == FP8 else GGUF_VERSION}
+
+
 def is_of_base(spec: Spec) -> bool:
     """Return whether `spec` is an evaluation of a base model by itself."""
     return spec.stage in ("evaluate", "benchmark") and "merge" not in spec.inputs
@@ -192,10 +197,10 @@ _ROWS = (
     Stage(
         name="export",
         version=1,
-        module="pipeline_lib.export.gguf",
+        module="pipeline_lib.export.stage",
         parts={kind: ("train", "merge") for kind in EXPORT_TYPES},
         title=_export_title,
-        settings=lambda config, content, part: {"type": part, "format": GGUF_VERSION},
+        settings=_export_settings,
         job="merge",
         product=Product(""),
     ),

@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline_lib.arch.config_json import read_object, without_quantization
 from pipeline_lib.arch.generation_config import generation_config_of
 from pipeline_lib.arch.rope import stretched
-from pipeline_lib.arch.weight_files import INDEX_NAME, SINGLE_NAME
+from pipeline_lib.arch.weight_files import SINGLE_NAME
 from pipeline_lib.config.content import GENERATION_NAME, LICENCE_FILES, MEDIA_FILES, tokenizer_files
 from pipeline_lib.config.rope import Rope, rope_in
 from pipeline_lib.config.schema import Merge
@@ -42,7 +42,7 @@ from pipeline_lib.export.adapter import ADAPTER_FOLDER, adapter_code, export_ada
 from pipeline_lib.export.card import HUBS, adapter_card, licence_of, model_card
 from pipeline_lib.export.fold import Fold, plan_fold
 from pipeline_lib.export.proof import REFUSED, device_for, prove
-from pipeline_lib.export.write import Buffers, Entry, finite, write_files
+from pipeline_lib.export.write import Buffers, Entry, finite, write_files, write_index
 from pipeline_lib.lineage.record import LINEAGE_NAME, lineage_of, parse_manifest
 from pipeline_lib.model.build import DTYPES
 from pipeline_lib.model.weights import find_tensors
@@ -152,7 +152,7 @@ def export(
         stopping = beside.submit(stop_at_end_of_turn, generation, base)
         hashes = write_files(out, files, value_of)
     if SINGLE_NAME not in files:
-        _write_index(out, files, size_bytes)
+        write_index(out, files, size_bytes)
     _refuse_other_content(out, {entry.name: entry for entry in chain(*files.values())})
     write_json(out / "config.json", _exported_config(base, rope, dtype))
     _copy_tokenizer(base, out)
@@ -160,16 +160,6 @@ def export(
     if generation_config:
         write_json(out / GENERATION_NAME, generation_config)
     return hashes
-
-
-def _write_index(out: Path, files: Mapping[str, Sequence[Entry]], size_bytes: int) -> None:
-    """Write which of several `files` holds which tensor."""
-    file_of = {}
-    for file_name, entries in files.items():
-        for entry in entries:
-            file_of[entry.name] = file_name
-    index = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(file_of.items()))}
-    write_json(out / INDEX_NAME, index)
 
 
 def _exported_config(base: Path, rope: Rope | None, dtype: torch.dtype | None) -> dict[str, Any]:
