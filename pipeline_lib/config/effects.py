@@ -116,7 +116,7 @@ EFFECTS: dict[str, Effect] = {
     **_of("train.", "early_stop_validations keep_best seed guards lora", TRAIN, Result.YES),
     "train.replica": Effect(TRAIN, Result.NO),
     **_of("tracking.", "to project", PLAN, Result.NO),
-    **_of("merge.", "dtype base", MERGE, Result.YES),
+    **_of("merge.", "dtype base average", MERGE, Result.YES),
     "export": Effect(("export",), Result.YES),
     **_of("evaluate.", "prompts generations max_new_tokens", EVALUATE, Result.YES),
     "evaluate.benchmarks": Effect(BENCHMARK, Result.YES),

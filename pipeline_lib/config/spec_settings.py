@@ -19,6 +19,8 @@ WHERE_KEYS = frozenset({"path", "tokenizer"})
 # used.
 ROW_KEYS = frozenset(Rows.model_fields) - Weighted.model_fields.keys()
 USE_KEYS = frozenset(Weighted.model_fields)
+# In the spec of a merge of several checkpoints: how far they are apart.
+SAVE_EVERY_STEPS = "save_every_steps"
 # Keys of `tokenize` and `shard` that decide whether a result is accepted and into how many files it
 # is cut, but not what it holds. They are not hashed; `plan/preflight.py` judges results that are
 # sealed already.
@@ -114,6 +116,13 @@ def plan_settings(config: Config, content: Content, part: str) -> dict[str, Any]
     if config.train.strategy == "auto":
         settings["held"] = held_keys(config.train)
     return settings_with_rope(settings, config.model.rope)
+
+
+def merge_settings(config: Config, content: Content, part: str) -> dict[str, Any]:
+    """Return the section's settings, and of a mean of checkpoints which ones these are."""
+    if part != "merge" or config.merge.average is None:
+        return settings_of(config.merge, exclude=frozenset({"average"}))
+    return {**settings_of(config.merge), SAVE_EVERY_STEPS: config.train.save_every_steps}
 
 
 def evaluate_settings(config: Config, content: Content, part: str) -> dict[str, Any]:

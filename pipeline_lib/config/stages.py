@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 from pipeline_lib.config.content import Content
 from pipeline_lib.config.schema import EXPORT_TYPES, FP8, Config
-from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.spec_settings import (
     benchmark_settings,
     download_settings,
     download_where,
     evaluate_settings,
+    merge_settings,
     plan_settings,
     report_settings,
     shard_settings,
@@ -45,6 +45,8 @@ FP8_FORMAT = "float-quantized"
 
 # The part that is the evaluation of the base model, an instance of the stage `evaluate`.
 BASELINE = "baseline"
+# The part that is the last checkpoint's merge beside that of several, an instance of `merge`.
+LAST_MERGE = "last_merge"
 # The part that is the base model's scores, an instance of the stage `benchmark`.
 BASE_BENCHMARK = "base_benchmark"
 
@@ -109,6 +111,13 @@ def _evaluate_title(config: Config, parts: Sequence[str]) -> str:
     if BASELINE in parts:
         return "base model on held-out answers" if has_held_out else "answers of the base model"
     return "base against tuned on held-out answers" if has_held_out else "answers of base and tuned"
+
+
+def _merge_title(config: Config, parts: Sequence[str]) -> str:
+    average = config.merge.average
+    if average is not None and "merge" in parts:
+        return f"mean of the last {average.last} checkpoints as a model folder, checked"
+    return "model folder in Hugging Face format, checked against the trained model"
 
 
 def _benchmark_title(config: Config, parts: Sequence[str]) -> str:
@@ -188,9 +197,12 @@ _ROWS = (
         name="merge",
         version=4,
         module="pipeline_lib.export.merge",
-        parts={"merge": ("model", "generation", "train")},
-        title=lambda *_: "model folder in Hugging Face format, checked against the trained model",
-        settings=lambda config, content, part: settings_of(config.merge),
+        parts={
+            LAST_MERGE: ("model", "generation", "train"),
+            "merge": ("model", "generation", "train"),
+        },
+        title=_merge_title,
+        settings=merge_settings,
         job="merge",
         product=Product("model"),
     ),
@@ -212,7 +224,15 @@ _ROWS = (
             # It depends on no training: experiments with the same model, data and settings share
             # it.
             BASELINE: ("model", "generation", "tokenize", "shard"),
-            "evaluate": ("model", "generation", "tokenize", "shard", "merge", BASELINE),
+            "evaluate": (
+                "model",
+                "generation",
+                "tokenize",
+                "shard",
+                "merge",
+                LAST_MERGE,
+                BASELINE,
+            ),
         },
         title=_evaluate_title,
         settings=evaluate_settings,
@@ -263,7 +283,10 @@ def _products() -> dict[str, Product]:
     found = {}
     for row in reversed(_ROWS):
         if row.product is not None:
-            for kind in row.parts:
+            kinds = [
+                kind for kind in row.parts if kind != LAST_MERGE
+            ]  # only the evaluation reads it
+            for kind in kinds:
                 found[kind] = replace(row.product, link=row.product.link or kind)
     return found
 

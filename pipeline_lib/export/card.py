@@ -305,6 +305,13 @@ def _proof(parity: Parity | Unproven) -> str:
     """Return the sentence about the comparison with the trained model, or about its absence."""
     if isinstance(parity, Unproven):
         return f"This model is not proven to be the trained one: {parity.unproven}."
+    if parity.averaged_steps:
+        steps = ", ".join(map(str, parity.averaged_steps))
+        return (
+            f"The exported weights are the mean of those after the steps {steps}, each rounded "
+            f"once, and the last ones reproduce the logits that the training left within "
+            f"{parity.relative_difference:.1e} of their size (tolerance {parity.tolerance:.0e})."
+        )
     return (
         "The exported weights are the trained ones, each rounded once, and these reproduce the "
         f"trained model's logits within {parity.relative_difference:.1e} of their size "

@@ -171,6 +171,8 @@ def _score_rows(scores: Scores) -> list[dict[str, Any]]:
     }
     if scores.shuffled is not None:
         named[_("tuned, shuffled prompts")] = scores.shuffled
+    if scores.last is not None:
+        named[_("tuned, last checkpoint alone")] = scores.last
     named[_("tuned")] = scores.tuned
     rows = []
     for name, score in named.items():

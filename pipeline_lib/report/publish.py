@@ -191,6 +191,8 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
             _("held-out loss, base"): scores.base,
             _("held-out loss, tuned"): scores.tuned,
         }
+        if scores.last is not None:
+            models[_("held-out loss, last checkpoint alone")] = scores.last
     for name, score in models.items():
         text = _("{loss}, perplexity {perplexity}").format(
             loss=units.real(score.loss, "nats/token"), perplexity=units.rounded(score.perplexity)
