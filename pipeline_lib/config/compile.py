@@ -70,7 +70,7 @@ def _parts_of(kind: str, config: Config, content: Content) -> list[str]:
         return [f"data.{index}" for index in range(len(config.data.sources))]
     if kind == "questions":
         return [f"questions.{number}" for number in range(len(config.evaluate.benchmarks))]
-    if kind in ("benchmark", BASE_BENCHMARK) and not config.evaluate.benchmarks:
+    if kind in ("overlap", "benchmark", BASE_BENCHMARK) and not config.evaluate.benchmarks:
         return []
     if kind == "generation" and not content.generation:
         return []

@@ -23,7 +23,7 @@ class Result(StrEnum):
 # Stages whose digests change together, because each reads the result of the one before it.
 EVALUATE = onwards("evaluate")
 MERGE = onwards("merge")
-BENCHMARK = onwards("benchmark")
+BENCHMARK = ("overlap", *onwards("benchmark"))
 REPORT = onwards("report")
 PLAN = onwards("plan")
 TRAIN = PLAN + onwards("train")

@@ -21,6 +21,8 @@ ROW_KEYS = frozenset(Rows.model_fields) - Weighted.model_fields.keys()
 USE_KEYS = frozenset(Weighted.model_fields)
 # In the spec of a merge of several checkpoints: how far they are apart.
 SAVE_EVERY_STEPS = "save_every_steps"
+# Keys of a benchmark that decide which questions it asks.
+ASKED_KEYS = ("name", "score", "max_questions")
 # Keys of `tokenize` and `shard` that decide whether a result is accepted and into how many files it
 # is cut, but not what it holds. They are not hashed; `plan/preflight.py` judges results that are
 # sealed already.
@@ -153,6 +155,15 @@ def benchmark_settings(config: Config, content: Content, part: str) -> dict[str,
     if context := _asked_with(config):
         settings["context"] = context
     return settings_with_rope(settings, config.model.rope)
+
+
+def overlap_settings(config: Config, content: Content, part: str) -> dict[str, Any]:
+    """Return what of the benchmarks decides which questions they ask."""
+    benchmarks = []
+    for benchmark in config.evaluate.benchmarks:
+        settings = settings_of(benchmark)
+        benchmarks.append({key: settings[key] for key in ASKED_KEYS if key in settings})
+    return {"benchmarks": benchmarks}
 
 
 def report_settings(config: Config, content: Content, part: str) -> dict[str, Any]:

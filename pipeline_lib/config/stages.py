@@ -18,6 +18,7 @@ from pipeline_lib.config.spec_settings import (
     download_where,
     evaluate_settings,
     merge_settings,
+    overlap_settings,
     plan_settings,
     report_settings,
     shard_settings,
@@ -239,6 +240,15 @@ _ROWS = (
         job="evaluate",
     ),
     Stage(
+        name="overlap",
+        version=1,
+        module="pipeline_lib.data.overlap",
+        parts={"overlap": ("model", "shard", "questions")},
+        title=lambda *_: "which questions of benchmarks stand in the training rows",
+        settings=overlap_settings,
+        job="read",
+    ),
+    Stage(
         name="benchmark",
         version=1,
         module="pipeline_lib.evaluate.benchmark",
@@ -264,6 +274,7 @@ _ROWS = (
                 "merge",
                 BASELINE,
                 "evaluate",
+                "overlap",
                 BASE_BENCHMARK,
                 "benchmark",
             )

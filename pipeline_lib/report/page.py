@@ -11,9 +11,10 @@ from typing import Any
 from pipeline_lib.core import units
 from pipeline_lib.core.events import EventName
 from pipeline_lib.core.language import _
+from pipeline_lib.core.text import cut
 from pipeline_lib.data.chat_template import repetition
 from pipeline_lib.data.how_to_call import warning_of
-from pipeline_lib.records.benchmark import BenchmarkComparison, Benchmarks, Fault
+from pipeline_lib.records.benchmark import BenchmarkComparison, Fault, Overlaps
 from pipeline_lib.records.evaluation import Score, Scores, UnigramScore
 from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.report.charts import AMBER, BLUE, GREEN, GREY, PURPLE, RED, TEAL, render_page
@@ -43,6 +44,7 @@ FAULT_NAMES: Mapping[Fault, str] = {
     "empty": "empty",
     "think": "broken think tags",
 }
+MOST_TOUCHED = 40  # questions on the page; overlap.json has all
 _MAX_EXPONENT = 700.0
 SERIES = (GREY, TEAL, BLUE, PURPLE, GREEN, AMBER, RED)
 _FADING = 0.45  # of the spans of a stage, each after the one before
@@ -82,7 +84,8 @@ def render(facts: ReportFacts, curves: Curves) -> str:
         "scores_rows": _score_rows(scores) if scores else [],
         "total": replace(total, name=f"All {len(ledger.sources)} sources", format=""),
         "sources_rows": by_source,
-        "benchmark_rows": _benchmark_rows(facts.benchmarks),
+        "benchmark_rows": _benchmark_rows(facts),
+        "touched_rows": _touched_rows(facts.overlaps),
         "percentiles": f"Percentiles: {percentiles_text} tokens." if percentiles_text else "",
         "call_warning": warning_of(facts.modes),
         "repetition": repetition(
@@ -188,26 +191,40 @@ def _score_rows(scores: Scores) -> list[dict[str, Any]]:
     return rows
 
 
-def _benchmark_rows(benchmarks: Benchmarks | None) -> list[dict[str, Any]]:
-    """Return a row for each benchmark; none if there are no benchmarks."""
+def _benchmark_rows(facts: ReportFacts) -> list[dict[str, Any]]:
+    """Return a row for each benchmark, and one without the questions in the training rows."""
     rows = []
-    for name, found in benchmarks.compared.items() if benchmarks else ():
-        style = ""
-        if found.low > 0 or found.high < 0:
-            style = "yes" if found.low > 0 else "no"
-        rows.append(
-            {
-                "name": name,
-                "questions": found.tuned.questions,
-                "base": units.percent(found.base.fraction),
-                "tuned": units.percent(found.tuned.fraction),
-                "difference": points(found.difference),
-                "interval": f"{points(found.low)} to {points(found.high)}",
-                "class": style,
-                "faults": _fault_text(found),
-            }
-        )
+    for name, found in facts.benchmarks.compared.items() if facts.benchmarks else ():
+        rows.append(_benchmark_row(name, found))
+        if name in facts.clean:
+            label = _("{name}, without those in the training rows").format(name=name)
+            rows.append(_benchmark_row(label, facts.clean[name]))
     return rows
+
+
+def _benchmark_row(label: str, found: BenchmarkComparison) -> dict[str, Any]:
+    style = ""
+    if found.low > 0 or found.high < 0:
+        style = "yes" if found.low > 0 else "no"
+    return {
+        "name": label,
+        "questions": found.tuned.questions,
+        "base": units.percent(found.base.fraction),
+        "tuned": units.percent(found.tuned.fraction),
+        "difference": points(found.difference),
+        "interval": f"{points(found.low)} to {points(found.high)}",
+        "class": style,
+        "faults": _fault_text(found),
+    }
+
+
+def _touched_rows(overlaps: Overlaps | None) -> list[dict[str, str]]:
+    """Return the first questions that stand in the training rows, with what they share."""
+    rows = []
+    for name, overlap in overlaps.benchmarks.items() if overlaps else ():
+        for one in overlap.touched:
+            rows.append({"name": name, "question": cut(one.prompt, 200), "shared": one.shared})
+    return rows[:MOST_TOUCHED]
 
 
 def _fault_text(found: BenchmarkComparison) -> str:
