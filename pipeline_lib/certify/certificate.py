@@ -11,6 +11,9 @@ from rich.text import Text
 
 from pipeline_lib.certify.checks import (
     ANSWERS,
+    END,
+    GIVEN_NATS,
+    NOT_THE_BASE,
     Check,
     CheckVerdict,
     ask,
@@ -39,6 +42,8 @@ _STYLES = {
     CheckVerdict.NOT_CHECKED: "yellow",
 }
 _OTHER_PROMPT = "the server asks the model another prompt: see the template"
+_ANOTHER_MODEL = "this is another model"
+_OF_PROMPT = ("tokenizer", "template")  # how the names of the checks of a prompt begin
 _OTHER_WEIGHTS = "other weights, weights of fewer bits than --weights says, or other sampling"
 
 
@@ -64,11 +69,27 @@ class Certificate:
                 return verdict
         return CheckVerdict.NOT_CHECKED
 
+    @property
+    def difference(self) -> str:
+        """What the checks that differ come to: other weights, another prompt, or no end."""
+        differing = {check.name for check in self.of(CheckVerdict.DIFFERS)}
+        same = {check.name for check in self.of(CheckVerdict.SAME)}
+        if differing & {GIVEN_NATS, NOT_THE_BASE}:
+            return _ANOTHER_MODEL
+        is_asked_otherwise = any(name.startswith(_OF_PROMPT) for name in differing)
+        if is_asked_otherwise and GIVEN_NATS in same:
+            return "the weights are the model's, and they are asked another prompt"
+        if is_asked_otherwise:
+            return "the model is asked another prompt, so its weights were not told"
+        if differing == {END}:
+            return "this is the model, and its answers do not end where they should"
+        return _ANOTHER_MODEL
+
     def raise_unless_same(self) -> None:
         """Raise ServedDiffers if a check differs, ServerError if nothing could be checked."""
         where = f"{self.endpoint}: {self.model}"
         if differing := self.of(CheckVerdict.DIFFERS):
-            lines = [f"{where} is not the model in {self.folder}:"]
+            lines = [f"{where} does not serve {self.folder} as it is: {self.difference}"]
             for check in differing:
                 cause = f"; likely {check.cause}" if check.cause else ""
                 lines.append(f"  - {check.name}: {check.found}{cause}")
@@ -149,7 +170,7 @@ def _conclusion(certificate: Certificate) -> Text:
     left = certificate.of(CheckVerdict.NOT_CHECKED)
     text = {
         CheckVerdict.SAME: f"all that was checked is the same ({len(certificate.of(verdict))} checks",
-        CheckVerdict.DIFFERS: f"this is another model ({len(certificate.of(verdict))} checks differ",
+        CheckVerdict.DIFFERS: f"{certificate.difference} ({len(certificate.of(verdict))} checks differ",
         CheckVerdict.NOT_CHECKED: "nothing could be checked (0 checks",
     }[verdict]
     return Text(f"{text}, {len(left)} not checked)", style=_STYLES[verdict])

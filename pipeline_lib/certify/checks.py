@@ -184,6 +184,9 @@ def _quoted(text: str) -> str:
 # The answers.
 
 ANSWERS = "greedy answers"
+END = "end of the turn"
+GIVEN_NATS = "log-probabilities of given answers"
+NOT_THE_BASE = "not the base model"
 
 
 def check_answers(served: Sequence[Served], tokenizer: Tokenizer, tolerance: Tolerance) -> Check:
@@ -274,7 +277,7 @@ def _squeezed(text: str) -> str:
 
 def check_end(served: Sequence[Served], tokenizer: Tokenizer) -> Check:
     """Check that answers stop where the reference ends its turn, without special tokens."""
-    name = "end of the turn"
+    name = END
     special = [
         token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
     ]
@@ -362,7 +365,7 @@ def check_given_nats(
     given: GivenNats | str, expected: Sequence[Expected], tolerance: Tolerance
 ) -> Check:
     """Compare the log-probabilities of the reference's answers, which the server was given."""
-    name = "log-probabilities of given answers"
+    name = GIVEN_NATS
     if isinstance(given, str):
         return not_checked(name, given)
     differences = _differences(given, [each.nats for each in expected])
@@ -403,7 +406,7 @@ def check_base(
 
     It is by log-probabilities if the server gives them, else by whole answers.
     """
-    name = "not the base model"
+    name = NOT_THE_BASE
     if isinstance(base, str):
         return not_checked(name, base)
     tuned = [each.expected.nats for each in served]

@@ -227,6 +227,29 @@ def _merge(config: Config) -> Iterator[Problem]:
     if config.merge.base == "original" and not is_quantized:
         text = "original has no effect, because train.lora.base is not nf4: the base is merged as"
         yield ("merge", "base"), f"{text} it is; remove it"
+    if config.merge.average is not None:
+        yield from _average(train, config.merge.average.last)
+
+
+def _average(train: Train, last: int) -> Iterator[Problem]:
+    """Yield why the checkpoints of a mean of the `last` ones may not be there."""
+    place = ("merge", "average", "last")
+    apart = train.save_every_steps
+    if not isinstance(apart, int):
+        text = f"needs checkpoints at known steps, and train.save_every_steps is {apart}"
+        yield place, f"{text}; set that to a number of steps"
+        return
+    if train.keep_best:
+        text = "is the mean of the last checkpoints, and train.keep_best asks for the best one"
+        yield place, f"{text}; remove one of them"
+    # beside them those that the guards save, and the one to which they would go back
+    of_guards = train.guards.rollback_every_steps
+    needed = last + 1
+    if of_guards % apart:
+        needed += (last - 1) * apart // of_guards + 1
+    if train.keep_last < needed:
+        text = f"{last} checkpoints are not kept until the merge: train.keep_last is"
+        yield place, f"{text} {train.keep_last}; set that to {needed}, or lower this"
 
 
 def _ineffective(config: Config) -> Iterator[Problem]:

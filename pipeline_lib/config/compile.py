@@ -12,7 +12,7 @@ from pipeline_lib.config.load import NONE_OVERRIDDEN, Overrides, load_sweep
 from pipeline_lib.config.rope import ROPE
 from pipeline_lib.config.schema import EXPORT_TYPES, Cluster, Config, HubRepository
 from pipeline_lib.config.section import read_settings
-from pipeline_lib.config.stages import BASE_BENCHMARK, STAGES, Stage, kind_of, stage_of
+from pipeline_lib.config.stages import BASE_BENCHMARK, LAST_MERGE, STAGES, Stage, kind_of, stage_of
 from pipeline_lib.config.strict_yaml import YamlDocument
 from pipeline_lib.config.sweep import collapsed
 from pipeline_lib.config.train import DEALING, PLACEMENT_KEYS, Train, read_train
@@ -70,9 +70,11 @@ def _parts_of(kind: str, config: Config, content: Content) -> list[str]:
         return [f"data.{index}" for index in range(len(config.data.sources))]
     if kind == "questions":
         return [f"questions.{number}" for number in range(len(config.evaluate.benchmarks))]
-    if kind in ("benchmark", BASE_BENCHMARK) and not config.evaluate.benchmarks:
+    if kind in ("overlap", "benchmark", BASE_BENCHMARK) and not config.evaluate.benchmarks:
         return []
     if kind == "generation" and not content.generation:
+        return []
+    if kind == LAST_MERGE and config.merge.average is None:
         return []
     if kind in EXPORT_TYPES and kind not in config.export:
         return []
@@ -335,7 +337,7 @@ def rehearsal_of(experiment: Experiment) -> Rehearsal | None:
     between would change the result.
     """
     train = experiment.specs["train"]
-    merge = experiment.specs["merge"]
+    merge = experiment.specs.get(LAST_MERGE, experiment.specs["merge"])
     settings = experiment.config.train
     steps = (settings.local_sgd_steps, 2 * settings.local_sgd_steps)
     if settings.until_step is not None and settings.until_step <= steps[-1]:

@@ -437,14 +437,16 @@ def _reads(spec: Spec, digests: Collection[str]) -> bool:
 def link_results(experiment: Experiment, store: Store, results: Path = RESULTS) -> dict[str, Path]:
     """Link RESULTS/NAME/{report.html,model,...} to finished PRODUCTS; return the links.
 
-    A link of ours that leads to nothing, or into another store, is removed. A file or folder that
-    the user put there is left alone.
+    A link of ours that leads to nothing, into another store, or to what is no longer asked for, is
+    removed. A file or folder that the user put there is left alone.
     """
     links = {}
     for part, product in PRODUCTS.items():
-        if part not in experiment.specs:  # not asked for, or newer than the frozen experiment
-            continue
         link = results / experiment.name / product.link
+        if part not in experiment.specs:  # not asked for any more, or newer than this experiment
+            if _target_of(link, part) is not None:
+                link.unlink(missing_ok=True)
+            continue
         ref = experiment.ref(part)
         if store.is_sealed(ref) and (link.is_symlink() or not link.exists()):
             replace_link(link, store.sealed(ref) / product.file)
@@ -456,14 +458,22 @@ def link_results(experiment: Experiment, store: Store, results: Path = RESULTS) 
 
 def _leads_astray(link: Path, part: str, store: Store) -> bool:
     """Return whether `link` leads to a sealed `part` that is missing or in another store."""
-    if not link.is_symlink():
+    target = _target_of(link, part)
+    if target is None:
         return False
+    is_here = target.parent.parent.resolve() == store.root.resolve()
+    return not link.exists() or not is_here
+
+
+def _target_of(link: Path, part: str) -> Path | None:
+    """Return the folder of a sealed `part` that `link` leads to or into; None if it does not."""
+    if not link.is_symlink():
+        return None
     target = Path(os.path.normpath(link.parent.resolve() / link.readlink()))
     for folder in (target, target.parent):
         if folder.parent.name == stage_of(part) and _DIGEST.fullmatch(folder.name):
-            is_here = folder.parent.parent.resolve() == store.root.resolve()
-            return not target.exists() or not is_here
-    return False
+            return folder
+    return None
 
 
 def _hashed_path(folder: Path, content: dict[str, Any]) -> Path:

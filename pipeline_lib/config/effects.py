@@ -24,7 +24,7 @@ class Result(StrEnum):
 # Stages whose digests change together, because each reads the result of the one before it.
 EVALUATE = onwards("evaluate")
 MERGE = onwards("merge")
-BENCHMARK = onwards("benchmark")
+BENCHMARK = ("overlap", *onwards("benchmark"))
 REPORT = onwards("report")
 PLAN = onwards("plan")
 TRAIN = PLAN + onwards("train")
@@ -117,7 +117,7 @@ EFFECTS: dict[str, Effect] = {
     **_of("train.", "early_stop_validations keep_best seed guards lora", TRAIN, Result.YES),
     "train.replica": Effect(TRAIN, Result.NO),
     **_of("tracking.", "to project", PLAN, Result.NO),
-    **_of("merge.", "dtype base", MERGE, Result.YES),
+    **_of("merge.", "dtype base average", MERGE, Result.YES),
     "export": Effect(("export",), Result.YES),
     **_of("evaluate.", "prompts generations max_new_tokens", EVALUATE, Result.YES),
     "evaluate.benchmarks": Effect(BENCHMARK, Result.YES),

@@ -562,6 +562,15 @@ class Tracking(Section):
     project: str = Field("qwen3-pipeline", description="name of the project in the trackers")
 
 
+class Average(Section):
+    """The mean of several checkpoints' merged weights."""
+
+    last: Annotated[int, Field(ge=2, le=1000)] = Field(
+        description="checkpoints in the mean: the last one, and those of `train.save_every_steps` "
+        "before it"
+    )
+
+
 class Merge(Section):
     """The exported model folder."""
 
@@ -573,6 +582,12 @@ class Merge(Section):
         description="after `lora.base: nf4`: add the adapters to the dequantized weights of the "
         "training, or to the"
         " original ones; with `original` the result is not compared with the trained model",
+    )
+    average: Average | None = Field(
+        None,
+        description="export the mean of the merged weights of the last checkpoints, in place of "
+        "the last one: `{last: 5}`; the evaluation says which is better. They have to be kept: see "
+        "`train.keep_last`",
     )
 
 
@@ -596,7 +611,8 @@ class Evaluate(Section):
     )
 
 
-ExportType = Literal["gguf-f16", "gguf-q8_0"]
+FP8 = "fp8"
+ExportType = Literal["gguf-f16", "gguf-q8_0", "fp8"]
 EXPORT_TYPES: tuple[str, ...] = get_args(ExportType)
 
 
@@ -631,8 +647,8 @@ class Config(Section):
     ship: Ship = NO_RULES
     export: tuple[ExportType, ...] = Field(
         (),
-        description="files of the merged model for other programs, each read back and compared with "
-        "it: `gguf-f16`, `gguf-q8_0` for llama.cpp and Ollama",
+        description="the merged model for other programs, each read back and compared with it: "
+        "`gguf-f16`, `gguf-q8_0` for llama.cpp and Ollama, `fp8` for vLLM and SGLang",
     )
     report: Report = Report()
 

@@ -19,6 +19,10 @@ WHERE_KEYS = frozenset({"path", "tokenizer"})
 # used.
 ROW_KEYS = frozenset(Rows.model_fields) - Weighted.model_fields.keys()
 USE_KEYS = frozenset(Weighted.model_fields)
+# In the spec of a merge of several checkpoints: how far they are apart.
+SAVE_EVERY_STEPS = "save_every_steps"
+# Keys of a benchmark that decide which questions it asks.
+ASKED_KEYS = ("name", "score", "max_questions")
 # Keys of `tokenize` and `shard` that decide whether a result is accepted and into how many files it
 # is cut, but not what it holds. They are not hashed; `plan/preflight.py` judges results that are
 # sealed already.
@@ -116,6 +120,13 @@ def plan_settings(config: Config, content: Content, part: str) -> dict[str, Any]
     return settings_with_rope(settings, config.model.rope)
 
 
+def merge_settings(config: Config, content: Content, part: str) -> dict[str, Any]:
+    """Return the section's settings, and of a mean of checkpoints which ones these are."""
+    if part != "merge" or config.merge.average is None:
+        return settings_of(config.merge, exclude=frozenset({"average"}))
+    return {**settings_of(config.merge), SAVE_EVERY_STEPS: config.train.save_every_steps}
+
+
 def evaluate_settings(config: Config, content: Content, part: str) -> dict[str, Any]:
     """Return the settings of the section and, if it has prompts, the default system text and tools.
 
@@ -144,6 +155,15 @@ def benchmark_settings(config: Config, content: Content, part: str) -> dict[str,
     if context := _asked_with(config):
         settings["context"] = context
     return settings_with_rope(settings, config.model.rope)
+
+
+def overlap_settings(config: Config, content: Content, part: str) -> dict[str, Any]:
+    """Return what of the benchmarks decides which questions they ask."""
+    benchmarks = []
+    for benchmark in config.evaluate.benchmarks:
+        settings = settings_of(benchmark)
+        benchmarks.append({key: settings[key] for key in ASKED_KEYS if key in settings})
+    return {"benchmarks": benchmarks}
 
 
 def report_settings(config: Config, content: Content, part: str) -> dict[str, Any]:

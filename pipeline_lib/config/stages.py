@@ -11,13 +11,14 @@ from itertools import chain
 from typing import Any, Literal
 
 from pipeline_lib.config.content import Content
-from pipeline_lib.config.schema import EXPORT_TYPES, Config
-from pipeline_lib.config.section import settings_of
+from pipeline_lib.config.schema import EXPORT_TYPES, FP8, Config
 from pipeline_lib.config.spec_settings import (
     benchmark_settings,
     download_settings,
     download_where,
     evaluate_settings,
+    merge_settings,
+    overlap_settings,
     plan_settings,
     report_settings,
     shard_settings,
@@ -39,11 +40,14 @@ JobKind = Literal["tokenize", "pack", "read", "load", "merge", "evaluate"]
 # Jobs of these kinds open files of weights, on a GPU where there is one.
 OPENS_WEIGHTS: frozenset[JobKind | None] = frozenset({"load", "merge", "evaluate"})
 
-# of the format, as its files say it
+# of the formats, as their files say it
 GGUF_VERSION = 3
+FP8_FORMAT = "float-quantized"
 
 # The part that is the evaluation of the base model, an instance of the stage `evaluate`.
 BASELINE = "baseline"
+# The part that is the last checkpoint's merge beside that of several, an instance of `merge`.
+LAST_MERGE = "last_merge"
 # The part that is the base model's scores, an instance of the stage `benchmark`.
 BASE_BENCHMARK = "base_benchmark"
 
@@ -110,6 +114,13 @@ def _evaluate_title(config: Config, parts: Sequence[str]) -> str:
     return "base against tuned on held-out answers" if has_held_out else "answers of base and tuned"
 
 
+def _merge_title(config: Config, parts: Sequence[str]) -> str:
+    average = config.merge.average
+    if average is not None and "merge" in parts:
+        return f"mean of the last {average.last} checkpoints as a model folder, checked"
+    return "model folder in Hugging Face format, checked against the trained model"
+
+
 def _benchmark_title(config: Config, parts: Sequence[str]) -> str:
     model = "base model" if BASE_BENCHMARK in parts else "tuned model"
     return f"{model} on {', '.join(one.name for one in config.evaluate.benchmarks)}"
@@ -117,6 +128,10 @@ def _benchmark_title(config: Config, parts: Sequence[str]) -> str:
 
 def _export_title(config: Config, parts: Sequence[str]) -> str:
     return f"{', '.join(parts)} of the merged model, read back and compared with it"
+
+
+def _export_settings(config: Config, content: Content, part: str) -> dict[str, Any]:
+    return {"type": part, "format": FP8_FORMAT if part == FP8 else GGUF_VERSION}
 
 
 def is_of_base(spec: Spec) -> bool:
@@ -183,19 +198,22 @@ _ROWS = (
         name="merge",
         version=4,
         module="pipeline_lib.export.merge",
-        parts={"merge": ("model", "generation", "train")},
-        title=lambda *_: "model folder in Hugging Face format, checked against the trained model",
-        settings=lambda config, content, part: settings_of(config.merge),
+        parts={
+            LAST_MERGE: ("model", "generation", "train"),
+            "merge": ("model", "generation", "train"),
+        },
+        title=_merge_title,
+        settings=merge_settings,
         job="merge",
         product=Product("model"),
     ),
     Stage(
         name="export",
         version=1,
-        module="pipeline_lib.export.gguf",
+        module="pipeline_lib.export.stage",
         parts={kind: ("train", "merge") for kind in EXPORT_TYPES},
         title=_export_title,
-        settings=lambda config, content, part: {"type": part, "format": GGUF_VERSION},
+        settings=_export_settings,
         job="merge",
         product=Product(""),
     ),
@@ -207,11 +225,28 @@ _ROWS = (
             # It depends on no training: experiments with the same model, data and settings share
             # it.
             BASELINE: ("model", "generation", "tokenize", "shard"),
-            "evaluate": ("model", "generation", "tokenize", "shard", "merge", BASELINE),
+            "evaluate": (
+                "model",
+                "generation",
+                "tokenize",
+                "shard",
+                "merge",
+                LAST_MERGE,
+                BASELINE,
+            ),
         },
         title=_evaluate_title,
         settings=evaluate_settings,
         job="evaluate",
+    ),
+    Stage(
+        name="overlap",
+        version=1,
+        module="pipeline_lib.data.overlap",
+        parts={"overlap": ("model", "shard", "questions")},
+        title=lambda *_: "which questions of benchmarks stand in the training rows",
+        settings=overlap_settings,
+        job="read",
     ),
     Stage(
         name="benchmark",
@@ -239,6 +274,7 @@ _ROWS = (
                 "merge",
                 BASELINE,
                 "evaluate",
+                "overlap",
                 BASE_BENCHMARK,
                 "benchmark",
             )
@@ -258,7 +294,10 @@ def _products() -> dict[str, Product]:
     found = {}
     for row in reversed(_ROWS):
         if row.product is not None:
-            for kind in row.parts:
+            kinds = [
+                kind for kind in row.parts if kind != LAST_MERGE
+            ]  # only the evaluation reads it
+            for kind in kinds:
                 found[kind] = replace(row.product, link=row.product.link or kind)
     return found
 

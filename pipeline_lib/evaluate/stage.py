@@ -32,6 +32,7 @@ from pipeline_lib.config.content import WEIGHTS_SUFFIXES
 from pipeline_lib.config.rope import Rope, rope_in, without_rope
 from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.stages import LAST_MERGE
 from pipeline_lib.core.errors import DataError, IntegrityError, TrainingError
 from pipeline_lib.core.files import write_json, write_jsonl
 from pipeline_lib.core.language import N_
@@ -262,6 +263,11 @@ def _run_tuned(job: Job) -> dict[str, Any]:
         by_source = scores_by_source(sources, losses["base"], losses["tuned"])
         scores = _scores(losses, unigram, len(exam.documents), by_source)
         verdict = judge(losses, unigram)
+        if LAST_MERGE in job.inputs:
+            last = _score_last(job, exam.blocks)
+            scores = replace(scores, last=_score_of(last))
+            words = _mean_in_words(tuned.losses[0], last)
+            verdict = replace(verdict, text=f"{verdict.text} {words}")
         rows = score_rows(exam.documents, losses["base"], losses["tuned"])
         job.say(_loss_line("base", scores.base))
         job.say(_loss_line("tuned", scores.tuned))
@@ -277,6 +283,27 @@ def _run_tuned(job: Job) -> dict[str, Any]:
         side_by_side.append(generation)
     evaluation = Evaluation(eval=scores, verdict=verdict, answers=_bound(tuned.place))
     return _leave(job, evaluation, rows, side_by_side)
+
+
+def _score_last(job: Job, blocks: Sequence[Block]) -> DocumentLosses:
+    """Return the held-out losses of the last checkpoint, beside the mean of several."""
+    job.say("evaluate: the last checkpoint on the same blocks")
+    folder = job.inputs[LAST_MERGE].folder()
+    job.spans.begin("score last", weights_bytes(folder))
+    (losses,) = score(folder, [blocks], job.say)
+    job.say(_loss_line("last", _score_of(losses)))
+    return losses
+
+
+def _mean_in_words(mean: DocumentLosses, last: DocumentLosses) -> str:
+    """Return which of the mean of several checkpoints and the last one has the lower loss."""
+    better, worse = ("mean of the checkpoints", "last one")
+    if last.mean < mean.mean:
+        better, worse = ("last checkpoint", "mean of several")
+    is_proven = mean.is_below(last) or last.is_below(mean)
+    chance = "" if is_proven else ", which may be chance"
+    low, high = sorted((mean.mean, last.mean))
+    return f"The {better} is better than the {worse}: {low:.4f} against {high:.4f}{chance}."
 
 
 def _loss_line(name: str, score: Score) -> str:

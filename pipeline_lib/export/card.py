@@ -16,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 
 from pipeline_lib.config.content import LICENCE_FILES
 from pipeline_lib.config.rope import ROPE, rope_in
-from pipeline_lib.config.schema import VALIDATION_SOURCES
+from pipeline_lib.config.schema import FP8, VALIDATION_SOURCES
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.store import Manifest, Ref
@@ -51,7 +51,7 @@ SHOWN = ("precision", "optimizer", "lr", "lr_schedule", "global_batch_tokens", "
 _DTYPES = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _HEAD = "lm_head"
 # `--weights` of `qwen3 certify` for a server of an export
-_CERTIFIED_AS = {"gguf-f16": "bf16", "gguf-q8_0": "fp8"}
+_CERTIFIED_AS = {"gguf-f16": "bf16", "gguf-q8_0": "fp8", FP8: "fp8"}
 _MARKUP = str.maketrans({character: f"\\{character}" for character in "\\`*_[]|~#"})
 Rows = Iterable[Sequence[str]]
 
@@ -186,14 +186,13 @@ def export_card(
     record: Lineage,
     licence: Licence | None = None,
 ) -> str:
-    """Return the text of README.md beside the file `name`, the export `kind` of `merged`.
+    """Return the text of README.md of `name`, the export `kind` of `merged`.
 
     `of_merge` is the proof of `merged`, `record` its lineage, and `licence` that of the base, if
     its file is known.
     """
-    types = ", ".join(f"{count} in {each}" for each, count in parity.tensors.items())
-    weights = _CERTIFIED_AS[kind]
-    front: dict[str, Any] = {"library_name": "gguf", "pipeline_tag": "text-generation"}
+    library = "transformers" if kind == FP8 else "gguf"
+    front: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
     base = base_model(record)
     if licence is not None:
         front["license"] = licence.name
@@ -205,50 +204,71 @@ def export_card(
     made = {}
     if "tokenize" in record.links:
         made["tokenize"] = parse_manifest(record.links["tokenize"].manifest, "tokenize")
-    return "\n".join(
-        [
-            *_front(front),
-            f"# {name}",
-            "",
-            f"The model of {merged.stage} {merged.digest} as {kind}.",
-            "",
-            "## What was verified",
-            "",
-            "The file was read back from disk and compared with that model:",
-            "",
-            f"- its tensors ({types}) are the model's, each rounded once to its type",
-            "- the model that its keys describe gives the model's logits within "
-            f"{parity.relative_difference:.1e} of their size (tolerance {parity.tolerance:.0e}, "
-            f"{parity.compared_logits:,} compared), and the trained model's within "
-            f"{parity.trained_difference:.1e}",
-            f"- its tokenizer, as transformers reads it, gives the same {parity.compared_tokens:,} "
-            "ids",
-            "- its chat template is the model's",
-            "",
-            "## What was not verified",
-            "",
-            *unproven,
-            "- llama.cpp and Ollama were not run: how they compute, and how they render the chat "
-            "template, was not compared. Ollama has templates of its own, which it chooses by the "
-            "file's",
-            "- texts that are not in Unicode's normal form NFC: the format cannot say that the "
-            "model's tokenizer normalizes them",
-            "",
-            "## How to run it",
-            "",
-            "```sh",
-            f"llama-server -m {name} --jinja{_template_option(made)}",
-            "ollama create my-model -f Modelfile && ollama run my-model",
-            "```",
-            "",
-            "A server that runs is compared with the model by:",
-            "",
-            "```sh",
-            f"qwen3 certify NAME --endpoint http://localhost:8080/v1 --weights {weights}",
-            "```",
-            "",
-            *_calling(made),
-        ]
+    about = _about_folder(parity) if kind == FP8 else _about_file(name, parity, made)
+    lines = [*_front(front), f"# {name}", ""]
+    lines += [f"The model of {merged.stage} {merged.digest} as {kind}.", ""]
+    lines += ["## What was verified", ""]
+    lines += ["It was read back from disk and compared with that model:", "", *about.verified]
+    lines += ["", "## What was not verified", "", *unproven]
+    lines += [*about.unverified, "", "## How to run it", "", "```sh", *about.commands, "```", ""]
+    lines += ["A server that runs is compared with the model by:", "", "```sh"]
+    lines.append(f"qwen3 certify NAME --endpoint {about.endpoint} --weights {_CERTIFIED_AS[kind]}")
+    return "\n".join([*lines, "```", "", *_calling(made)])
+
+
+@dataclass(frozen=True)
+class _About:
+    """What a card says of one format: lists of lines, and where its server answers."""
+
+    verified: list[str]
+    unverified: list[str]
+    commands: list[str]
+    endpoint: str
+
+
+def _about_file(name: str, parity: ExportParity, made: Mapping[str, Manifest]) -> _About:
+    verified = [
+        f"- its tensors ({_types(parity)}) are the model's, each rounded once to its type",
+        f"- the model that its keys describe gives the model's logits {_within(parity)}",
+        f"- its tokenizer, as transformers reads it, gives the same {parity.compared_tokens:,} ids",
+        "- its chat template is the model's",
+    ]
+    unverified = [
+        "- llama.cpp and Ollama were not run: how they compute, and how they render the chat "
+        "template, was not compared. Ollama has templates of its own, which it chooses by the "
+        "file's",
+        "- texts that are not in Unicode's normal form NFC: the format cannot say that the "
+        "model's tokenizer normalizes them",
+    ]
+    commands = [
+        f"llama-server -m {name} --jinja{_template_option(made)}",
+        "ollama create my-model -f Modelfile && ollama run my-model",
+    ]
+    return _About(verified, unverified, commands, "http://localhost:8080/v1")
+
+
+def _about_folder(parity: ExportParity) -> _About:
+    verified = [
+        f"- its tensors ({_types(parity)}) are the model's: the linears of its layers rounded once "
+        "to E4M3 with a scale for each row, all others bit for bit",
+        "- with the inputs of these linears rounded token by token, as a server does, it gives "
+        f"the model's logits {_within(parity)}",
+        "- its config.json, but for `quantization_config`, its tokenizer, chat template and stop "
+        "tokens are the model's files",
+    ]
+    unverified = ["- vLLM and SGLang were not run: how their kernels compute was not compared"]
+    return _About(verified, unverified, ["vllm serve ."], "http://localhost:8000/v1")
+
+
+def _types(parity: ExportParity) -> str:
+    return ", ".join(f"{count} in {each}" for each, count in parity.tensors.items())
+
+
+def _within(parity: ExportParity) -> str:
+    return (
+        f"within {parity.relative_difference:.1e} of their size (tolerance {parity.tolerance:.0e}, "
+        f"{parity.compared_logits:,} compared), and the trained model's within "
+        f"{parity.trained_difference:.1e}"
     )
 
 
@@ -285,6 +305,13 @@ def _proof(parity: Parity | Unproven) -> str:
     """Return the sentence about the comparison with the trained model, or about its absence."""
     if isinstance(parity, Unproven):
         return f"This model is not proven to be the trained one: {parity.unproven}."
+    if parity.averaged_steps:
+        steps = ", ".join(map(str, parity.averaged_steps))
+        return (
+            f"The exported weights are the mean of those after the steps {steps}, each rounded "
+            f"once, and the last ones reproduce the logits that the training left within "
+            f"{parity.relative_difference:.1e} of their size (tolerance {parity.tolerance:.0e})."
+        )
     return (
         "The exported weights are the trained ones, each rounded once, and these reproduce the "
         f"trained model's logits within {parity.relative_difference:.1e} of their size "

@@ -6,7 +6,7 @@ are in memory; of all other tensors a thread reads one at a time.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,6 +129,28 @@ class Fold:
         if self.lora.dora:
             magnitude = self.trained.adapters[f"{module}.lora_magnitude_vector.{ADAPTER}.weight"]
             weight.mul_((magnitude / row_norms(weight)).unsqueeze(1))
+
+
+@dataclass(frozen=True)
+class MeanFold(Fold):
+    """The plan of the mean, in fp32, of this merge and of `others` of the same base."""
+
+    others: Sequence[Fold] = ()
+
+    def value(self, name: str, dtype: torch.dtype, buffers: Buffers) -> Tensor:
+        """Return the mean of the merged tensors `name`, rounded to `dtype` once."""
+        recipe = self.recipes[name]
+        if recipe.trained is None and recipe.adapter is None:
+            return super().value(name, dtype, buffers)
+        total = super().value(name, torch.float32, buffers).clone()
+        for other in self.others:
+            total.add_(other.value(name, torch.float32, buffers))
+        return buffers.rounded(total.div_(1 + len(self.others)), dtype)
+
+
+def mean_of(first: Fold, others: Sequence[Fold]) -> Fold:
+    """Return the plan of the mean of `first` and `others`: `first` if there are no others."""
+    return MeanFold(**vars(first), others=others) if others else first
 
 
 def plan_fold(base: Path, trained: Path, train: Train) -> Fold:

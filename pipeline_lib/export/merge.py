@@ -9,6 +9,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,20 @@ from torch import Tensor
 from pipeline_lib.arch.config_json import read_object, without_quantization
 from pipeline_lib.arch.generation_config import generation_config_of
 from pipeline_lib.arch.rope import stretched
-from pipeline_lib.arch.weight_files import INDEX_NAME, SINGLE_NAME
+from pipeline_lib.arch.weight_files import SINGLE_NAME
+from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.content import GENERATION_NAME, LICENCE_FILES, MEDIA_FILES, tokenizer_files
 from pipeline_lib.config.rope import Rope, rope_in
 from pipeline_lib.config.schema import Merge
 from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.spec_settings import SAVE_EVERY_STEPS
 from pipeline_lib.config.train import Train, read_train
-from pipeline_lib.core.errors import TrainingError
+from pipeline_lib.core.errors import DataError, TrainingError
 from pipeline_lib.core.files import read_json, require_space, write_json, write_text
 from pipeline_lib.core.language import N_
-from pipeline_lib.core.run_folder import METRICS_NAME, SUMMARY_NAME
+from pipeline_lib.core.run_folder import CHECKPOINTS, METRICS_NAME, SUMMARY_NAME, sealed_steps
 from pipeline_lib.core.stage import Job
-from pipeline_lib.core.store import Ref, describe_file
+from pipeline_lib.core.store import Ref, Spec, describe_file, verify
 from pipeline_lib.core.units import size
 from pipeline_lib.data.chat_template import (
     TOKENIZER_CONFIG_NAME,
@@ -41,9 +44,9 @@ from pipeline_lib.data.pool import Limits
 from pipeline_lib.data.template_worker import end_of_turn
 from pipeline_lib.export.adapter import ADAPTER_FOLDER, adapter_code, export_adapter
 from pipeline_lib.export.card import HUBS, adapter_card, licence_of, model_card
-from pipeline_lib.export.fold import Fold, plan_fold
+from pipeline_lib.export.fold import Fold, mean_of, plan_fold
 from pipeline_lib.export.proof import REFUSED, device_for, prove
-from pipeline_lib.export.write import Buffers, Entry, finite, write_files
+from pipeline_lib.export.write import Buffers, Entry, finite, write_files, write_index
 from pipeline_lib.lineage.record import LINEAGE_NAME, lineage_of, parse_manifest
 from pipeline_lib.model.build import DTYPES
 from pipeline_lib.model.weights import find_tensors
@@ -70,18 +73,24 @@ def run(job: Job) -> dict[str, Any]:
     base = job.inputs["model"].folder()
     trained = job.inputs["train"].folder()
     generation = generation_config_of(job.inputs)
-    merge = read_settings(Merge, job.spec.settings)
+    values = {key: value for key, value in job.spec.settings.items() if key != SAVE_EVERY_STEPS}
+    merge = read_settings(Merge, values)
     settings = job.inputs["train"].manifest.spec["settings"]
     train = read_train(settings)
     rope = rope_in(settings)
     is_proven = merge.base == "dequantized"
-    fold = plan_fold(base, trained, train if is_proven else unquantized(train))
+    as_merged = train if is_proven else unquantized(train)
+    averaged = NOT_AVERAGED
+    if merge.average is not None:
+        averaged = checkpoints_before(job, merge.average.last)
+    fold = plan_fold(base, trained, as_merged)
+    fold = mean_of(fold, [plan_fold(base, one, as_merged) for one in averaged.checkpoints])
     dtype = None if merge.dtype == "auto" else DTYPES[merge.dtype]
     job.say(f"merge: writing {size(fold.size_bytes(dtype))} of weights")
     job.spans.begin(N_("write"), fold.size_bytes(dtype))
     job.hashes.update(export(fold, base, generation, job.out, dtype, rope))
     loading = ""
-    if train.method == "lora":
+    if train.method == "lora" and not averaged.steps:  # a mean of products is no adapter
         spec = job.inputs["model"].manifest.spec
         model = spec["settings"]
         base_folder = spec["where"].get("path")
@@ -96,7 +105,7 @@ def run(job: Job) -> dict[str, Any]:
         job.say(f"merge: {text}; transformers' is used")
     parity: Parity | Unproven = Unproven(unproven=UNPROVEN)
     if is_proven:
-        parity = prove_or_keep(job, base, trained, train)
+        parity = prove_or_keep(job, base, trained, train, averaged)
     figures: dict[str, Any] = to_json(parity)
     write_json(job.out / PARITY_NAME, figures)
     write_origin(job, train, parity, fold.beside, loading)
@@ -114,6 +123,43 @@ def _in_words(parity: Parity | Unproven) -> str:
         f"{parity.tolerance:.0e}, {parity.compared_logits:,} compared); rounding the weights "
         f"changes logits by {parity.rounding_difference:.1e}"
     )
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """The checkpoints before the last one in a mean, and the steps of all; none without a mean."""
+
+    checkpoints: tuple[Path, ...] = ()
+    steps: tuple[int, ...] = ()
+
+
+NOT_AVERAGED = Averaged()
+
+
+def checkpoints_before(job: Job, last: int) -> Averaged:
+    """Return the verified checkpoints of the run with which its result makes a mean of `last`.
+
+    They are those of the last multiples of the interval between saves. Raises DataError naming
+    those that are not there, and IntegrityError if one is damaged.
+    """
+    sealed = job.inputs["train"]
+    every = int(job.spec.settings[SAVE_EVERY_STEPS])
+    end = read_training(sealed.folder(SUMMARY_NAME, METRICS_NAME)).steps
+    newest = (end - 1) // every * every
+    steps = [newest - every * number for number in reversed(range(last - 1))]
+    folder = job.store.run_dir(run_digest(Spec.from_json(sealed.manifest.spec, "train")))
+    kept = dict(sealed_steps(folder / CHECKPOINTS))
+    missing = [step for step in steps if step not in kept]
+    if missing:
+        raise DataError(
+            f"merge.average: the mean of {last} checkpoints has those after the steps "
+            f"{', '.join(map(str, steps))} and {end} in it, and {folder / CHECKPOINTS} has none "
+            f"after {', '.join(map(str, missing))}; lower merge.average.last, or train again with "
+            "a larger train.keep_last (another train.replica makes it another run)"
+        )
+    for step in steps:
+        verify(kept[step])
+    return Averaged(tuple(kept[step] for step in steps), (*steps, end))
 
 
 def unquantized(train: Train) -> Train:
@@ -153,7 +199,7 @@ def export(
         stopping = beside.submit(stop_at_end_of_turn, generation, base)
         hashes = write_files(out, files, value_of)
     if SINGLE_NAME not in files:
-        _write_index(out, files, size_bytes)
+        write_index(out, files, size_bytes)
     _refuse_other_content(out, {entry.name: entry for entry in chain(*files.values())})
     write_json(out / "config.json", _exported_config(base, rope, dtype))
     _copy_tokenizer(base, out)
@@ -161,16 +207,6 @@ def export(
     if generation_config:
         write_json(out / GENERATION_NAME, generation_config)
     return hashes
-
-
-def _write_index(out: Path, files: Mapping[str, Sequence[Entry]], size_bytes: int) -> None:
-    """Write which of several `files` holds which tensor."""
-    file_of = {}
-    for file_name, entries in files.items():
-        for entry in entries:
-            file_of[entry.name] = file_name
-    index = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(file_of.items()))}
-    write_json(out / INDEX_NAME, index)
 
 
 def _exported_config(base: Path, rope: Rope | None, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -235,7 +271,9 @@ def stop_at_end_of_turn(
     return dict(config) if end in stops else {**config, "eos_token_id": [end, *stops]}
 
 
-def prove_or_keep(job: Job, base: Path, trained: Path, train: Train) -> Parity:
+def prove_or_keep(
+    job: Job, base: Path, trained: Path, train: Train, averaged: Averaged = NOT_AVERAGED
+) -> Parity:
     """Return the figures of the proof of `job.out`.
 
     Raises TrainingError if it is not the trained model. It is then kept in the run's directory,
@@ -244,7 +282,17 @@ def prove_or_keep(job: Job, base: Path, trained: Path, train: Train) -> Parity:
     kept = job.run_dir / REFUSED
     shutil.rmtree(kept, ignore_errors=True)  # of an earlier attempt
     try:
-        return prove(job.out, base, trained, train, device_for(base), job.say, job.spans)
+        parity = prove(
+            job.out,
+            base,
+            trained,
+            train,
+            device_for(base),
+            job.say,
+            job.spans,
+            averaged.checkpoints,
+        )
+        return replace(parity, averaged_steps=averaged.steps)
     except TrainingError as error:
         shutil.move(job.out, kept)
         raise TrainingError(

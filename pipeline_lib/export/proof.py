@@ -17,7 +17,7 @@ in memory, on a GPU as many as have room.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -86,12 +86,15 @@ def prove(
     device: torch.device,
     say: Say,
     spans: Spans,
+    others: Sequence[Path] = (),
 ) -> Parity:
     """Return the figures that compare `exported` with what `train` made of `base`, in `trained`.
 
-    Raises TrainingError if the exported model is not the trained one.
+    With `others`, checkpoints before it, `exported` has to be the mean of all of them. Raises
+    TrainingError if the exported model is not the trained one.
     """
-    reference = Reference(exported, base, trained, train, kept_on(device, exported, base, trained))
+    kept = kept_on(device, exported, base, trained)
+    reference = Reference(exported, base, trained, train, kept, others)
     where = "on the GPU" if device.type == "cuda" else "on the CPUs"
     try:
         read_bytes = weights_bytes(exported) + weights_bytes(base)
@@ -114,6 +117,8 @@ class Reference:
     trained: Path
     train: Train
     kept: Kept = field(default_factory=Kept)
+    # checkpoints, as `trained` is one: the exported weights are the mean of all of them
+    others: Sequence[Path] = ()
 
     def built(self, dtype: torch.dtype) -> nn.Module:
         """Return the model as trained, on the meta device, in `dtype`; no linear is quantized."""
@@ -236,21 +241,24 @@ def differences(reference: Reference, device: torch.device) -> Iterator[tuple[St
     Values are computed on `device`. Raises DataError if the files do not match config.json.
     """
     model = reference.built(torch.float32)
-    fills = reference.fills(model)
+    every_fills = [reference.fills(model)]
+    for other in reference.others:
+        every_fills.append(replace(reference, trained=other).fills(model))
     found, sources = match_tensors(model, reference.exported)
     written = reference.kept.tensors(found)
     copies = {id(parameter): of_one for parameter, _, of_one in sources}
 
     def compare(unit: nn.Module) -> list[tuple[Stored, float]]:
         found = []
-        for parameter, values in _merged(unit, fills, device):
+        for parameter, values in _mean_merged(unit, every_fills, device):
             for piece in chain.from_iterable(copies.pop(parameter, ())):
                 stored = written[piece.name]
                 found.append((stored, _difference(values, piece, stored)))
         return found
 
     units = list(_units(model))
-    with threads(_at_once(units, device, reference.kept), "proof") as pool:
+    at_once = 1 if reference.others else _at_once(units, device, reference.kept)
+    with threads(at_once, "proof") as pool:
         yield from chain.from_iterable(pool.map(compare, units))
     yield from _beside(reference)
 
@@ -285,6 +293,23 @@ def _is_adapted(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
+def _mean_merged(
+    unit: nn.Module, every_fills: Sequence[Mapping[int, Fill]], device: torch.device
+) -> list[tuple[int, Tensor]]:
+    """Return what `_merged` does, the mean over `every_fills`."""
+    first, *others = every_fills
+    merged = _merged(unit, first, device)
+    for fills in others:
+        again = _merged(unit, fills, device)
+        for (_, total), (_, values) in zip(merged, again, strict=True):
+            total.add_(values)
+    if others:
+        for _, total in merged:
+            total.div_(len(every_fills))
+    return merged
+
+
+@torch.no_grad()
 def _merged(
     unit: nn.Module, fills: Mapping[int, Fill], device: torch.device
 ) -> list[tuple[int, Tensor]]:
@@ -309,6 +334,9 @@ def _merged(
     merged = [module._parameters[name] for module, name in slots]
     for (module, name), parameter in zip(slots, empty, strict=True):
         module._parameters[name] = parameter
+    for module in modules:
+        if _is_adapted(module):
+            module.merged_adapters.clear()  # peft merges no adapter twice
     return [
         (id(parameter), values.detach()) for parameter, values in zip(empty, merged, strict=True)
     ]

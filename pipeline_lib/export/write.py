@@ -15,8 +15,9 @@ from threading import Event
 import torch
 from torch import Tensor
 
+from pipeline_lib.arch.weight_files import INDEX_NAME
 from pipeline_lib.core.errors import TrainingError
-from pipeline_lib.core.files import write_hashed
+from pipeline_lib.core.files import write_hashed, write_json
 from pipeline_lib.plan.stages import MERGED_AT_ONCE
 from pipeline_lib.train.shard_files import bytes_of, header_of
 from pipeline_lib.train.state import is_finite
@@ -125,3 +126,13 @@ def finite(value: Tensor, entry: Entry) -> Tensor:
     if not is_finite(value):
         raise TrainingError(f"merged weight {entry.name} is not finite; this model is not exported")
     return value
+
+
+def write_index(out: Path, files: Mapping[str, Sequence[Entry]], size_bytes: int) -> None:
+    """Write which of several `files` holds which tensor."""
+    file_of = {}
+    for file_name, entries in files.items():
+        for entry in entries:
+            file_of[entry.name] = file_name
+    index = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(file_of.items()))}
+    write_json(out / INDEX_NAME, index)

@@ -7,6 +7,7 @@ from pipeline_lib.records.record import Record
 
 BENCHMARK_NAME = "benchmark.json"
 ANSWERS_NAME = "answers.jsonl"
+OVERLAP_NAME = "overlap.json"
 
 # What may be wrong with an answer, whatever it says.
 Fault = Literal["unended", "loop", "empty", "think"]
@@ -73,3 +74,27 @@ class Benchmarks(Record):
 
     precision: Literal["bf16", "fp32"]
     compared: dict[str, BenchmarkComparison]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TouchedQuestion(Record):
+    """A question that stands in a training row: its hash, its text, and the words they share."""
+
+    question: str
+    prompt: str
+    shared: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkOverlap(Record):
+    """The questions of a benchmark in the training rows, and how many are too short to tell."""
+
+    touched: tuple[TouchedQuestion, ...]
+    too_short: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlaps(Record):
+    """What the overlap stage leaves in overlap.json, by benchmark."""
+
+    benchmarks: dict[str, BenchmarkOverlap]

@@ -96,7 +96,8 @@ class Scores(Record):
     """The scores of all evaluated models, and the number of tokens and samples they cover.
 
     `shuffled` is None if no answer fits behind another prompt. `by_source` is empty unless samples
-    of several sources are held out.
+    of several sources are held out. `last` is the last checkpoint's score where the tuned model is
+    the mean of several.
     """
 
     base: Score
@@ -106,6 +107,7 @@ class Scores(Record):
     supervised_tokens: int
     samples: int
     by_source: tuple[SourceScore, ...] = ()
+    last: Score | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

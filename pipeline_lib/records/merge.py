@@ -30,13 +30,16 @@ class Parity(LogitFigures):
     """The differences between the exported model and the trained one.
 
     Of the tensors: the largest one beside rounding, relative to the root mean square of its tensor.
-    `rounding_difference` is how much rounding changes the logits.
+    `rounding_difference` is how much rounding changes the logits. Of a mean of several checkpoints,
+    `averaged_steps` are the steps after which they were saved: its tensors are compared with the
+    mean, the logits are those of the last one, and `rounding_difference` has the averaging in it.
     """
 
     rounding_difference: float
     value_difference: float
     value_tolerance: float
     compared_tensors: int
+    averaged_steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

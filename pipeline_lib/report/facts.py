@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from pipeline_lib.config.benchmarks import NO_RULES, Ship
-from pipeline_lib.config.stages import place_of
+from pipeline_lib.config.stages import BASE_BENCHMARK, place_of
 from pipeline_lib.core.rank_use import PEAK_MEMORY, UTILIZATION, RankUse
 from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
 from pipeline_lib.core.run_record import RunRecord
@@ -15,7 +15,16 @@ from pipeline_lib.core.stage import Sealed
 from pipeline_lib.core.store import Manifest
 from pipeline_lib.data.how_to_call import Mode, modes_in
 from pipeline_lib.lineage.record import LineageLink, chain, settings_in
-from pipeline_lib.records.benchmark import BENCHMARK_NAME, Benchmarks
+from pipeline_lib.records.benchmark import (
+    ANSWERS_NAME,
+    BENCHMARK_NAME,
+    OVERLAP_NAME,
+    BaseBenchmarks,
+    BenchmarkAnswer,
+    BenchmarkComparison,
+    Benchmarks,
+    Overlaps,
+)
 from pipeline_lib.records.data import (
     INDEX_NAME,
     LEDGER_NAME,
@@ -38,6 +47,7 @@ from pipeline_lib.records.plan import PlanDocument, read_plan_of_training
 from pipeline_lib.records.record import read_record, read_records
 from pipeline_lib.records.training import Step, Training, read_training, speed, training_time_s
 from pipeline_lib.report.cost import Spent, spent
+from pipeline_lib.report.paired import without_touched
 from pipeline_lib.report.plan_check import Compared, comparison, median, steps_here
 from pipeline_lib.report.ship import ShipVerdict, ship_verdict
 from pipeline_lib.report.statistics import LossGain, differences
@@ -158,6 +168,9 @@ class ReportFacts(Results):
     preview: list[PreviewSample]
     parity: Parity | Unproven
     ship: ShipVerdict | None = None
+    overlaps: Overlaps | None = None
+    # the benchmarks without the questions that stand in the training rows, where there are some
+    clean: Mapping[str, BenchmarkComparison] = field(default_factory=dict)
 
     @property
     def modes(self) -> list[Mode]:
@@ -234,8 +247,13 @@ def read_facts(
     merge = inputs["merge"]
     evaluate = inputs["evaluate"]
     benchmarks = None
+    overlaps = None
+    clean: dict[str, BenchmarkComparison] = {}
     if "benchmark" in inputs:
         benchmarks = read_record(Benchmarks, inputs["benchmark"].file(BENCHMARK_NAME))
+    if benchmarks is not None and "overlap" in inputs:
+        overlaps = read_record(Overlaps, inputs["overlap"].file(OVERLAP_NAME))
+        clean = _clean(overlaps, benchmarks, inputs)
     return ReportFacts(
         experiment=experiment,
         manifests={part: inputs[part].manifest for part in sorted(inputs, key=place_of)},
@@ -253,5 +271,23 @@ def read_facts(
         generations=read_records(Generation, evaluate.file(GENERATIONS_NAME)),
         parity=read_parity(merge.file(PARITY_NAME)),
         benchmarks=benchmarks,
+        overlaps=overlaps,
+        clean=clean,
         ship=ship_verdict(rules, benchmarks),
     )
+
+
+def _clean(
+    overlaps: Overlaps, benchmarks: Benchmarks, inputs: Mapping[str, Sealed]
+) -> dict[str, BenchmarkComparison]:
+    """Return the benchmarks without the questions in the training rows.
+
+    None where the base model's answers were computed again in another precision: they are not kept.
+    """
+    of_base = inputs[BASE_BENCHMARK]
+    scores = read_record(BaseBenchmarks, of_base.file(BENCHMARK_NAME))
+    if scores.precision != benchmarks.precision:
+        return {}
+    base = read_records(BenchmarkAnswer, of_base.file(ANSWERS_NAME))
+    tuned = read_records(BenchmarkAnswer, inputs["benchmark"].file(ANSWERS_NAME))
+    return without_touched(overlaps, base, tuned)

@@ -11,9 +11,10 @@ from typing import Any
 from pipeline_lib.core import units
 from pipeline_lib.core.events import EventName
 from pipeline_lib.core.language import N_, _
+from pipeline_lib.core.text import cut
 from pipeline_lib.data.chat_template import repetition
 from pipeline_lib.data.how_to_call import warning_of
-from pipeline_lib.records.benchmark import BenchmarkComparison, Benchmarks, Fault
+from pipeline_lib.records.benchmark import BenchmarkComparison, Fault, Overlaps
 from pipeline_lib.records.data import BlockIndex, Counts
 from pipeline_lib.records.evaluation import Score, Scores, UnigramScore
 from pipeline_lib.records.plan import PlanDocument, bound_in_words
@@ -45,6 +46,7 @@ FAULT_NAMES: Mapping[Fault, str] = {
     "empty": N_("empty"),
     "think": N_("broken think tags"),
 }
+MOST_TOUCHED = 40  # questions on the page; overlap.json has all
 _MAX_EXPONENT = 700.0
 SERIES = (GREY, TEAL, BLUE, PURPLE, GREEN, AMBER, RED)
 _FADING = 0.45  # of the spans of a stage, each after the one before
@@ -84,7 +86,8 @@ def render(facts: ReportFacts, curves: Curves) -> str:
             total, name=_("All {number} sources").format(number=len(ledger.sources)), format=""
         ),
         "sources_rows": by_source,
-        "benchmark_rows": _benchmark_rows(facts.benchmarks),
+        "benchmark_rows": _benchmark_rows(facts),
+        "touched_rows": _touched_rows(facts.overlaps),
         "percentiles": _percentiles_text(ledger.length_percentiles),
         "duplicates": _duplicates_text(ledger.total),
         "mixture": _mixture_text(facts.train_index),
@@ -264,6 +267,8 @@ def _score_rows(scores: Scores) -> list[dict[str, Any]]:
     }
     if scores.shuffled is not None:
         named[_("tuned, shuffled prompts")] = scores.shuffled
+    if scores.last is not None:
+        named[_("tuned, last checkpoint alone")] = scores.last
     named[_("tuned")] = scores.tuned
     rows = []
     for name, score in named.items():
@@ -281,28 +286,40 @@ def _score_rows(scores: Scores) -> list[dict[str, Any]]:
     return rows
 
 
-def _benchmark_rows(benchmarks: Benchmarks | None) -> list[dict[str, Any]]:
-    """Return a row for each benchmark; none if there are no benchmarks."""
+def _benchmark_rows(facts: ReportFacts) -> list[dict[str, Any]]:
+    """Return a row for each benchmark, and one without the questions in the training rows."""
     rows = []
-    for name, found in benchmarks.compared.items() if benchmarks else ():
-        style = ""
-        if found.low > 0 or found.high < 0:
-            style = "yes" if found.low > 0 else "no"
-        rows.append(
-            {
-                "name": name,
-                "questions": found.tuned.questions,
-                "base": units.percent(found.base.fraction),
-                "tuned": units.percent(found.tuned.fraction),
-                "difference": points(found.difference),
-                "interval": _("{low} to {high}").format(
-                    low=points(found.low), high=points(found.high)
-                ),
-                "class": style,
-                "faults": _fault_text(found),
-            }
-        )
+    for name, found in facts.benchmarks.compared.items() if facts.benchmarks else ():
+        rows.append(_benchmark_row(name, found))
+        if name in facts.clean:
+            label = _("{name}, without those in the training rows").format(name=name)
+            rows.append(_benchmark_row(label, facts.clean[name]))
     return rows
+
+
+def _benchmark_row(label: str, found: BenchmarkComparison) -> dict[str, Any]:
+    style = ""
+    if found.low > 0 or found.high < 0:
+        style = "yes" if found.low > 0 else "no"
+    return {
+        "name": label,
+        "questions": found.tuned.questions,
+        "base": units.percent(found.base.fraction),
+        "tuned": units.percent(found.tuned.fraction),
+        "difference": points(found.difference),
+        "interval": _("{low} to {high}").format(low=points(found.low), high=points(found.high)),
+        "class": style,
+        "faults": _fault_text(found),
+    }
+
+
+def _touched_rows(overlaps: Overlaps | None) -> list[dict[str, str]]:
+    """Return the first questions that stand in the training rows, with what they share."""
+    rows = []
+    for name, overlap in overlaps.benchmarks.items() if overlaps else ():
+        for one in overlap.touched:
+            rows.append({"name": name, "question": cut(one.prompt, 200), "shared": one.shared})
+    return rows[:MOST_TOUCHED]
 
 
 def _fault_text(found: BenchmarkComparison) -> str:

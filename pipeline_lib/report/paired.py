@@ -9,6 +9,7 @@ from pipeline_lib.records.benchmark import (
     BenchmarkComparison,
     BenchmarkScore,
     Fault,
+    Overlaps,
 )
 from pipeline_lib.report.statistics import CONFIDENCE
 
@@ -38,6 +39,26 @@ def score_of(answers: Sequence[BenchmarkAnswer]) -> BenchmarkScore:
             faults[fault] = faults.get(fault, 0) + 1
     right = sum(answer.is_right for answer in answers)
     return BenchmarkScore(questions=len(answers), right=right, faults=dict(sorted(faults.items())))
+
+
+def without_touched(
+    overlaps: Overlaps, base: Sequence[BenchmarkAnswer], tuned: Sequence[BenchmarkAnswer]
+) -> dict[str, BenchmarkComparison]:
+    """Return the comparison without the questions that stand in the training rows, by benchmark.
+
+    Benchmarks without such questions are left out, and those that have no others. `base` and
+    `tuned` are the answers to all benchmarks, in the same order.
+    """
+    pairs: dict[str, list[tuple[BenchmarkAnswer, BenchmarkAnswer]]] = {}
+    for before, after in zip(base, tuned, strict=True):
+        pairs.setdefault(after.benchmark, []).append((before, after))
+    found = {}
+    for name, overlap in overlaps.benchmarks.items():
+        touched = {one.question for one in overlap.touched}
+        clean = [pair for pair in pairs[name] if pair[1].question not in touched]
+        if touched and clean:
+            found[name] = compared([pair[0] for pair in clean], [pair[1] for pair in clean])
+    return found
 
 
 def compared(

@@ -191,6 +191,8 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
             _("held-out loss, base"): scores.base,
             _("held-out loss, tuned"): scores.tuned,
         }
+        if scores.last is not None:
+            models[_("held-out loss, last checkpoint alone")] = scores.last
     for name, score in models.items():
         text = _("{loss}, perplexity {perplexity}").format(
             loss=units.real(score.loss, "nats/token"), perplexity=units.rounded(score.perplexity)
@@ -200,6 +202,11 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
         fractions = f"{units.percent(found.base.fraction)}, {units.percent(found.tuned.fraction)}"
         table.add_row(_("{name}, right, base and tuned").format(name=name), fractions)
         table.add_row(_("difference"), difference_words(found))
+        if name in facts.clean:
+            without = facts.clean[name]
+            touched = found.tuned.questions - without.tuned.questions
+            label = _("without {count} trained on").format(count=touched)
+            table.add_row(label, difference_words(without))
     table.add_row(_("trained"), units.count(training.tokens, "tokens"))
     table.add_row(_("of them supervised"), units.count(training.supervised_tokens, "tokens"))
     table.add_row(_("speed"), units.count(facts.tokens_per_s, "tokens/s"))

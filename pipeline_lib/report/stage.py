@@ -9,7 +9,7 @@ from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.files import write_json, write_text
 from pipeline_lib.core.language import Language, speaking
 from pipeline_lib.core.stage import Job
-from pipeline_lib.records.benchmark import Benchmarks
+from pipeline_lib.records.benchmark import BenchmarkComparison
 from pipeline_lib.records.evaluation import Scores
 from pipeline_lib.report.curves import curves_csv, curves_of
 from pipeline_lib.report.facts import ReportFacts, read_facts
@@ -42,7 +42,7 @@ def summary_of(facts: ReportFacts) -> dict[str, Any]:
     errors = {one.key: one.error_fraction for one in facts.compared}
     found = {
         "eval": _losses(facts.scores),
-        "benchmark": _fractions(facts.benchmarks),
+        "benchmark": _fractions(facts),
         "ship": facts.ship.decision.value if facts.ship else None,
         "train": {
             "final_loss": training.final_loss,
@@ -78,17 +78,24 @@ def _losses(scores: Scores | None) -> dict[str, dict[str, float]]:
     }
 
 
-def _fractions(benchmarks: Benchmarks | None) -> dict[str, dict[str, float]] | None:
-    """Return the fractions right of base and tuned model, and their difference, by benchmark."""
-    if benchmarks is None:
+def _fractions(facts: ReportFacts) -> dict[str, dict[str, Any]] | None:
+    """Return the fractions right of base and tuned model, and their difference, by benchmark.
+
+    `clean` has them without the questions that stand in the training rows, if there are any.
+    """
+    if facts.benchmarks is None:
         return None
+    fractions = {name: _sides(found) for name, found in facts.benchmarks.compared.items()}
+    for name, found in facts.clean.items():
+        fractions[name]["clean"] = {"questions": found.tuned.questions, **_sides(found)}
+    return fractions
+
+
+def _sides(found: BenchmarkComparison) -> dict[str, Any]:
     return {
-        name: {
-            "base": found.base.fraction,
-            "tuned": found.tuned.fraction,
-            "difference": found.difference,
-        }
-        for name, found in benchmarks.compared.items()
+        "base": found.base.fraction,
+        "tuned": found.tuned.fraction,
+        "difference": found.difference,
     }
 
 

@@ -1,39 +1,48 @@
-"""What is said before a run of the files that `export` asks for."""
+"""What is said before a run of what `export` asks for."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from pipeline_lib.arch import fp8, gguf
 from pipeline_lib.arch.config_json import read_object
-from pipeline_lib.arch.gguf import unnamed_in, unnamed_in_config
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.findings import Finding
-from pipeline_lib.config.schema import Config, LocalModel
+from pipeline_lib.config.schema import FP8, Config, LocalModel
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.store import Store
 from pipeline_lib.plan.known import find_geometry
 
+# What yields why a model is not exported, by its sizes or by its config.json.
+OfSizes = Callable[[Geometry], Iterator[str]]
+OfConfig = Callable[[Mapping[str, Any]], Iterator[str]]
+
 
 def on_export(config: Config, store: Store) -> Iterator[Finding]:
-    """Yield a refusal if GGUF has no names for what the config's model is made of."""
-    if not config.export:
-        return
-    try:
-        unnamed = list(_unnamed(config, store))
-    except (DataError, OSError):  # named where the model is looked at
-        return
-    if unnamed:
-        problem = (
-            f"GGUF, as llama.cpp reads it, has no names for {'; '.join(unnamed)} of this model; "
-            f"remove {', '.join(config.export)}"
-        )
+    """Yield a refusal for each format that has no place for what the config's model is made of."""
+    files = [kind for kind in config.export if kind != FP8]
+    if files:
+        unnamed = _found(config, store, gguf.unnamed_in, gguf.unnamed_in_config)
+        why = "GGUF, as llama.cpp reads it, has no names for {} of this model"
+        yield from _refusal(why, unnamed, files)
+    if FP8 in config.export:
+        unfit = _found(config, store, fp8.unfit_in, fp8.unfit_in_config)
+        yield from _refusal("this model is not exported in FP8: it has {}", unfit, [FP8])
+
+
+def _refusal(why: str, found: list[str], kinds: Sequence[str]) -> Iterator[Finding]:
+    if found:
+        problem = f"{why.format('; '.join(found))}; remove {', '.join(kinds)}"
         yield Finding("refusal", "export", problem)
 
 
-def _unnamed(config: Config, store: Store) -> Iterator[str]:
-    if isinstance(config.model, LocalModel):
-        path = Path(config.model.path) / "config.json"
-        if path.is_file():
-            yield from unnamed_in_config(read_object(path))
-        return
-    geometry = find_geometry(config, store)
-    if geometry is not None:
-        yield from unnamed_in(geometry)
+def _found(config: Config, store: Store, of_sizes: OfSizes, of_config: OfConfig) -> list[str]:
+    """Return why the model is not exported, as far as it is known."""
+    try:
+        if isinstance(config.model, LocalModel):
+            path = Path(config.model.path) / "config.json"
+            return list(of_config(read_object(path))) if path.is_file() else []
+        geometry = find_geometry(config, store)
+        return [] if geometry is None else list(of_sizes(geometry))
+    except (DataError, OSError):  # named where the model is looked at
+        return []

@@ -228,6 +228,7 @@ def test_an_adapter_that_is_ignored_is_the_base_under_another_name(world: World)
 
     assert found.model == "adapter"
     assert "an adapter is not applied" in cause_of(found, "log-probabilities of given answers")
+    assert found.difference == "this is another model"
 
 
 @pytest.mark.parametrize(
@@ -252,6 +253,9 @@ def test_a_lost_template_is_named_and_is_the_cause_of_other_answers(
     if offers is VLLM:  # the weights are the right ones, and it is seen
         assert verdicts(found)["log-probabilities of given answers"] == "same"
         assert verdicts(found)["not the base model"] == "same"
+        assert found.difference.startswith("the weights are the model's")
+    else:
+        assert found.difference.endswith("its weights were not told")
 
 
 def test_a_server_that_drops_the_thinking_switch_is_told_from_a_lost_template(world: World) -> None:
@@ -265,6 +269,7 @@ def test_a_server_that_does_not_stop_is_named_and_its_answers_are_the_same(world
 
     assert verdicts(found) == {**dict.fromkeys(ALL, "same"), "end of the turn": "differs"}
     assert "no stop token" in cause_of(found, "end of the turn")
+    assert found.difference.startswith("this is the model")
 
 
 @pytest.mark.parametrize("weights", ["bf16", "fp8"])

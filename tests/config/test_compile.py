@@ -169,6 +169,7 @@ VALUES: dict[str, Any] = {
     "tracking.project": "other",
     "merge.dtype": "fp32",
     "merge.base": "original",
+    "merge.average": {"last": 2},
     "evaluate.prompts": ["Who are you?"],
     "evaluate.generations": 2,
     "evaluate.max_new_tokens": 8,
@@ -241,6 +242,8 @@ def test_a_key_changes_what_the_table_says_and_nothing_else(key: str) -> None:
     is_of_model = downloaded == "model" and "download" in effect.stages
     if "export" in affected:  # the stage of parts that only `export` asks for
         affected = {"gguf-f16"} if key == "export" else affected - {"export"}
+    if key == "merge.average":
+        affected.add("last_merge")
     if (
         effect.stages[0:1] == ("evaluate",)
         or "shard" in effect.stages

@@ -644,6 +644,29 @@ def test_all_are_told_at_once() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("train", "named"),
+    [
+        ({"save_every_steps": 10, "keep_last": 4}, ""),
+        ({"save_every_steps": 10, "keep_last": 3}, "set that to 4"),
+        ({"save_every_steps": 3, "keep_last": 4}, "set that to 5"),
+        ({"keep_last": 4}, "train.save_every_steps is auto"),
+        ({"save_every_steps": "epoch", "keep_last": 4}, "train.save_every_steps is epoch"),
+        (
+            {"save_every_steps": 10, "keep_last": 4, "keep_best": True, "validate_every_steps": 5},
+            "train.keep_best asks for the best one",
+        ),
+    ],
+)
+def test_checkpoints_of_a_mean_have_to_be_kept(train: dict[str, Any], named: str) -> None:
+    config = Config.model_validate_json(
+        json.dumps({**BASE, "train": train, "merge": {"average": {"last": 3}}})
+    )
+    found = [f"{dotted(keys)}: {text}" for keys, text in cross_check(config)]
+    assert len(found) == bool(named)
+    assert all(text.startswith("merge.average.last: ") and named in text for text in found)
+
+
 def test_the_original_base_is_merged_only_where_another_was_trained() -> None:
     def found(train: dict[str, Any]) -> list[str]:
         config = Config.model_validate_json(

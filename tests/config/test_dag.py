@@ -121,6 +121,16 @@ def test_each_export_that_is_asked_for_is_a_result(tmp_path: Path) -> None:
     assert links.keys() == {"gguf-f16", "gguf-q8_0"}
     assert links["gguf-f16"].resolve() == store.sealed(dag.experiment.ref("gguf-f16")).resolve()
 
+    # one that is not asked for any more goes, what its user put there stays
+    path.write_text(f"{CONFIG}export: [gguf-f16]\n")
+    own = links["gguf-f16"].with_name("fp8")
+    own.mkdir()
+    left = link_results(Dag.compile([str(path)], {}, store).experiment, store, tmp_path / "results")
+    assert left.keys() == {"gguf-f16"}
+    assert not links["gguf-q8_0"].is_symlink()
+    assert store.sealed(dag.experiment.ref("gguf-q8_0")).is_dir()
+    assert own.is_dir()
+
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Dag:

@@ -25,9 +25,9 @@ from pipeline_lib.core.errors import DataError, TrainingError
 from pipeline_lib.core.spans import Spans
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.data.encode import load_tokenizer
-from pipeline_lib.export.gguf import modelfile
 from pipeline_lib.export.gguf_file import file_name, plan_file, stop_tokens
 from pipeline_lib.export.gguf_proof import LOGIT_TOLERANCES, prove
+from pipeline_lib.export.modelfile import modelfile
 from pipeline_lib.export.proof import judge
 from pipeline_lib.model.probe import save_probe
 from pipeline_lib.model.streaming import StreamedModel

@@ -11,9 +11,13 @@ from benchmarks.wrong_merges import FILES, PLANS
 from pipeline_lib.arch.weight_files import read_headers
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import TrainingError
-from pipeline_lib.export.proof import Reference, compare_logits, compare_tensors
+from pipeline_lib.core.run_folder import WEIGHTS
+from pipeline_lib.core.spans import Spans
+from pipeline_lib.export.fold import mean_of, plan_fold
+from pipeline_lib.export.proof import Reference, compare_logits, compare_tensors, prove
 from pipeline_lib.model.kept import Kept
 from pipeline_lib.records.merge import Parity
+from pipeline_lib.train.saved_tensors import fill_saved, find_saved, save_tensors
 
 FULL = Train(precision="fp32", lr=1e-3)
 CASES = {
@@ -84,6 +88,36 @@ def test_what_a_device_keeps_is_read_once_and_proves_the_same(merges: Merges) ->
     assert Parity(**compare_logits(reference, CPU), **by_value) == merges.proven("right")
     with pytest.raises(TrainingError):
         merges.proven("kept")
+
+
+@pytest.mark.parametrize("case", ["full", "lora", "experts", "dora"])
+def test_a_mean_of_checkpoints_is_proven_and_no_other_folder_is(case: str, tmp_path: Path) -> None:
+    merges = Merges.of(CASES[case], tmp_path)
+    base = tmp_path / "base"
+    trained = tmp_path / "trained"
+    earlier = tmp_path / "earlier"
+    saved = find_saved(trained / WEIGHTS)
+    tensors = {name: torch.empty(each.shape) for name, each in saved.items()}
+    fill_saved(trained / WEIGHTS, saved, tensors)
+    generator = torch.Generator().manual_seed(1)
+    for name, values in tensors.items():
+        noise = torch.randn(values.shape, generator=generator)
+        tensors[name] = values + 0.1 * values.std() * noise
+    save_tensors(earlier / WEIGHTS, tensors)
+    train = merges.case.train
+    mean = mean_of(merges.fold, [plan_fold(base, earlier, train)])
+    merges.write("mean", mean)
+
+    def proven(name: str, others: list[Path]) -> Parity:
+        folder = tmp_path / name
+        return prove(folder, base, trained, train, CPU, lambda _: None, Spans(), others)
+
+    figures = proven("mean", [earlier])
+    assert figures.value_difference < 1e-6
+    assert figures.relative_difference <= figures.tolerance
+    for name, others in {"right": [earlier], "mean": []}.items():
+        with pytest.raises(TrainingError, match="the exported model is not the trained one"):
+            proven(name, others)
 
 
 def spoil_values(path: Path) -> None:

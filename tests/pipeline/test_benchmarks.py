@@ -5,13 +5,14 @@ import json
 import pytest
 
 from pipeline_lib.core.files import write_jsonl
-from pipeline_lib.records.benchmark import BenchmarkAnswer, Benchmarks
+from pipeline_lib.records.benchmark import BenchmarkAnswer, Benchmarks, Overlaps
 from pipeline_lib.records.record import read_record, read_records
 from tests.pipeline.conftest import Project, executed
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_processes")]
 
 QUESTIONS = 40
+ROWS = "{source: file, path: rows.jsonl}"
 ASKED = """
   benchmarks:
     - {name: opening, path: opening.jsonl, score: contains, max_new_tokens: 4}
@@ -21,6 +22,10 @@ ASKED = """
 
 def test_both_models_are_asked_and_a_verdict_is_told(project: Project) -> None:
     opening = [{"question": f"What does f{n} do?", "answer": "e"} for n in range(QUESTIONS)]
+    in_rows = [f"How many of the {n} grey parrots sat on the old wall?" for n in range(6)]
+    opening[:6] = [{"question": text, "answer": "e"} for text in in_rows]
+    write_jsonl(project.root / "rows.jsonl", [{"prompt": t, "completion": "Two."} for t in in_rows])
+    project.edit("{source: pydoc, max_rows: 400}", "{source: pydoc, max_rows: 400}, " + ROWS)
     write_jsonl(project.root / "opening.jsonl", opening)
     nearest = [{"question": "1 or 2?", "choices": ["1", "2"], "answer": n % 2} for n in range(8)]
     write_jsonl(project.root / "nearest.jsonl", nearest)
@@ -32,6 +37,7 @@ def test_both_models_are_asked_and_a_verdict_is_told(project: Project) -> None:
     project.config.write_text(text.replace(evaluate, f"{asked}ship: {{keep: {{nearest: -0.9}}}}\n"))
     output = project.snakemake().stdout
     assert executed(output).count("benchmark") == 2
+    assert executed(output).count("overlap") == 1
     sealed = project.sealed("benchmark")
     found = read_record(Benchmarks, sealed / "benchmark.json").compared
     assert list(found) == ["nearest", "opening"]
@@ -53,6 +59,19 @@ def test_both_models_are_asked_and_a_verdict_is_told(project: Project) -> None:
     summary = json.loads((project.sealed("report") / "summary.json").read_text())
     assert summary["benchmark"]["nearest"] == {"base": 0.5, "tuned": 0.5, "difference": 0.0}
     assert summary["ship"] == "ship"
+
+    # what stands in the training rows is listed, and taken out beside
+    overlaps = read_record(Overlaps, project.sealed("overlap") / "overlap.json").benchmarks
+    touched = {one.prompt for one in overlaps["opening"].touched}
+    assert touched
+    assert touched <= set(in_rows)
+    assert overlaps["opening"].too_short == QUESTIONS - 6
+    assert not overlaps["nearest"].touched
+    assert summary["benchmark"]["opening"]["clean"]["questions"] == QUESTIONS - len(touched)
+    assert "opening, without those in the training rows" in page
+    assert min(touched) in page
+    told = project.run("qwen3", "summary", "config/config.yaml").stdout
+    assert f"without {len(touched)} trained on" in told
 
     # a verdict computes nothing, and the report shows it when it is made again
     project.edit("keep: {nearest: -0.9}", "gain: {nearest: 0.05}")

@@ -266,7 +266,7 @@ def test_a_store_elsewhere_is_shared_by_two_clones(finished: Project, tmp_path: 
 
 
 def test_an_export_is_made_of_a_finished_model_and_its_files_are_named(restored: Project) -> None:
-    kinds = ("gguf-f16", "gguf-q8_0")
+    kinds = ("gguf-f16", "gguf-q8_0", "fp8")
     restored.config.write_text(f"{restored.config.read_text()}export: [{', '.join(kinds)}]\n")
     done = restored.run("python", "-m", "pipeline_lib", "run", "config/config.yaml")
     experiment = restored.experiment()
@@ -275,15 +275,20 @@ def test_an_export_is_made_of_a_finished_model_and_its_files_are_named(restored:
     hashes = {}
     for kind in kinds:
         folder = restored.root / "results" / "small" / kind
-        name = f"model-{kind.removeprefix('gguf-')}.gguf"
         names = {path.name for path in folder.iterdir()}
-        assert names == {name, "Modelfile", "README.md", "parity.json", "manifest.json"}
+        name = f"model-{kind.removeprefix('gguf-')}.gguf"
+        own = {name, "Modelfile"}
+        if kind == "fp8":
+            name = "model.safetensors"
+            texts = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+            own = {name, "config.json", "generation_config.json", *texts}
+        assert names == {*own, "README.md", "parity.json", "manifest.json"}
         assert re.search(rf"^{kind} +results/small/{kind}$", done.stdout, re.MULTILINE)
         manifest = restored.manifest(kind)
         assert set(manifest["inputs"]) == {"merge", "train"}
         hashes[kind] = manifest["files"][name]["sha256"]
     shutil.rmtree(restored.store.root / "export")
-    assert executed(restored.snakemake().stdout) == ["export", "export"]
+    assert executed(restored.snakemake().stdout) == ["export"] * 3
     for kind in kinds:
         files = restored.manifest(kind)["files"]
         assert hashes[kind] in {entry["sha256"] for entry in files.values()}

@@ -4,8 +4,15 @@ import numpy as np
 import pytest
 
 from pipeline_lib.config.benchmarks import Ship
-from pipeline_lib.records.benchmark import BenchmarkAnswer, Benchmarks, BenchmarkScore
-from pipeline_lib.report.paired import compared, interval_of
+from pipeline_lib.records.benchmark import (
+    BenchmarkAnswer,
+    BenchmarkOverlap,
+    Benchmarks,
+    BenchmarkScore,
+    Overlaps,
+    TouchedQuestion,
+)
+from pipeline_lib.report.paired import compared, interval_of, without_touched
 from pipeline_lib.report.ship import ShipDecision, ship_verdict
 
 
@@ -102,6 +109,29 @@ def test_too_few_questions_are_told_with_how_many_would_do() -> None:
     again = ship_verdict(Ship(gain={"faq": 0.02}), enough)
     assert again is not None
     assert again.decision == ShipDecision.SHIP
+
+
+def test_questions_in_the_training_rows_are_taken_out() -> None:
+    def answers(right: set[int]) -> list[BenchmarkAnswer]:
+        return [
+            BenchmarkAnswer(
+                benchmark="faq",
+                question=str(n),
+                prompt="?",
+                right=("a",),
+                answer="",
+                is_right=n in right,
+            )
+            for n in range(10)
+        ]
+
+    touched = tuple(TouchedQuestion(question=str(n), prompt="?", shared="a b") for n in (0, 1, 2))
+    overlaps = Overlaps(benchmarks={"faq": BenchmarkOverlap(touched=touched, too_short=0)})
+    base, tuned = answers({5}), answers({0, 1, 2, 5, 6})
+    found = without_touched(overlaps, base, tuned)["faq"]
+    assert (found.tuned.questions, found.tuned.right, found.gained, found.lost) == (7, 2, 1, 0)
+    none = Overlaps(benchmarks={"faq": BenchmarkOverlap(touched=(), too_short=0)})
+    assert without_touched(none, base, tuned) == {}
 
 
 def test_without_rules_or_benchmarks_there_is_no_verdict() -> None:

@@ -1,4 +1,4 @@
-"""What GGUF has no names for is refused before anything is spent."""
+"""What a format has no place for is refused before anything is spent."""
 
 import json
 from pathlib import Path
@@ -67,6 +67,22 @@ def test_experts_that_llama_cpp_computes_otherwise_are_refused(
     text = refused(config, Store(tmp_path / "store"))
     assert bool(text) == bool(named)
     assert named in text
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("Qwen/Qwen3-8B", ""),
+        ("Qwen/Qwen3-30B-A3B", "experts"),
+        ("Qwen/Qwen3.5-0.8B", "gated delta rule (Qwen3.5)"),
+    ],
+)
+def test_fp8_is_refused_by_name_and_by_itself(name: str, named: str, tmp_path: Path) -> None:
+    config = config_of({"source": "huggingface", "name": name}, ("gguf-f16", "fp8"))
+    refusals = [finding.text for finding in on_export(config, Store(tmp_path))]
+    of_fp8 = [text for text in refusals if "remove fp8" in text]
+    assert bool(of_fp8) == bool(named)
+    assert named in "".join(of_fp8)
 
 
 def test_a_check_says_it(tmp_path: Path) -> None:

@@ -48,6 +48,19 @@ use rule shard_stage as evaluate_stage with:
         gpus=gpus_of("load"),
 
 
+use rule shard_stage as overlap_stage with:
+    output:
+        f"{STORE.root}/overlap/{{digest}}.ok",
+    log:
+        "logs/overlap/{digest}.log",
+    benchmark:
+        "logs/benchmark/overlap/{digest}.tsv"
+    resources:
+        **stage_job("overlap"),
+    params:
+        stage="overlap",
+
+
 use rule shard_stage as benchmark_stage with:
     output:
         f"{STORE.root}/benchmark/{{digest}}.ok",
