@@ -29,8 +29,9 @@ def on_export(config: Config, store: Store) -> Iterator[Finding]:
 
 
 def _unnamed(config: Config, store: Store) -> Iterator[str]:
-    if isinstance(config.model, LocalModel):
-        path = Path(config.model.path) / "config.json"
+    model = config.root.model
+    if isinstance(model, LocalModel):
+        path = Path(model.path) / "config.json"
         if path.is_file():
             yield from unnamed_in_config(read_object(path))
         return
