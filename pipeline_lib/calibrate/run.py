@@ -81,7 +81,7 @@ class Calibration:
         local = local_environments({**environ, **common}, ranks or config.cluster.cpu_ranks)
         environs = local if launched is None else ({**launched, **common},)
         return Calibration(
-            task, model_name(config.model), store, environs, environs[0]["RANK"] == "0"
+            task, model_name(config.root.model), store, environs, environs[0]["RANK"] == "0"
         )
 
     def measure(self, say: Callable[[str], None]) -> tuple[dict[str, Any], list[str]]:

@@ -84,7 +84,8 @@ def model_name(model: ModelSource) -> str:
     """Return the name of `model` for cluster.json."""
     if model.source == "tiny":
         return "tiny"
-    return Path(model.path).name if model.source == "local" else model.name
+    name = model.path if model.source == "local" else model.name
+    return Path(name or model.source).name
 
 
 def config_json(geometry: Geometry) -> dict[str, Any]:

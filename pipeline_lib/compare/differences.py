@@ -18,6 +18,7 @@ from pipeline_lib.core.units import brief
 from pipeline_lib.records.plan import PlannedWay
 
 NONE = "-"
+PARENT = "model.parent."  # before the keys of the experiment that one goes on from
 MAX_VALUE_CHARS = 60
 _SOFTWARE = ("code", "python", "torch", "transformers", "tokenizers", "peft", "numpy")
 
@@ -98,10 +99,13 @@ def by_dotted_key(value: Any, key: str = "") -> dict[str, Any]:
 
 def _is_place(key: str) -> bool:
     """Return whether `key` changes no weights: where and how to compute, or what is made of them."""
-    section, _, rest = key.partition(".")
+    own_key = key.rpartition(PARENT)[2]
+    if own_key in ("experiment", "model.config"):  # the name of a parent, and its file
+        return True
+    section, _, rest = own_key.partition(".")
     if section == "train":
         return rest in PLACEMENT_KEYS or rest == "replica"
-    is_where = section in ("model", "data") and key.rpartition(".")[2] in WHERE_KEYS
+    is_where = section in ("model", "data") and own_key.rpartition(".")[2] in WHERE_KEYS
     return is_where or section in ("cluster", "tracking", "export", "ship", "report")
 
 

@@ -258,6 +258,9 @@ def _ineffective(config: Config) -> Iterator[Problem]:
     train = config.train
     if isinstance(model, TinyModel) and model.tokenizer is not None:
         yield from _vocabulary(model)
+    if model.rope is not None and config.parent is not None and config.parent.rope is not None:
+        text = f"experiment {config.parent.experiment!r} or one before it stretches them already"
+        yield ("model", "rope"), f"{text}; remove this one"
     if train.reshard is True and not _works("reshard", train):
         yield (
             ("train", RENAMED["reshard"]),

@@ -1,6 +1,6 @@
 """Compile a config to specs: one per stage instance, each with the digests of its inputs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from pipeline_lib.config.load import NONE_OVERRIDDEN, Overrides, load_sweep
 from pipeline_lib.config.rope import ROPE
 from pipeline_lib.config.schema import EXPORT_TYPES, Cluster, Config, HubRepository
 from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.spec_settings import ROOT, TRAINED_MODEL
 from pipeline_lib.config.stages import BASE_BENCHMARK, LAST_MERGE, STAGES, Stage, kind_of, stage_of
 from pipeline_lib.config.strict_yaml import YamlDocument
 from pipeline_lib.config.sweep import collapsed
@@ -39,10 +40,14 @@ SHOWN_NAMES = 5  # of experiments of a sweep, in a message
 
 @dataclass(frozen=True)
 class Experiment:
-    """A config and its specs, keyed by part (`model`, `data.0`, `tokenize`, ..., `report`)."""
+    """A config and its specs, keyed by part (`model`, `data.0`, `tokenize`, ..., `report`).
+
+    `parent` is the experiment whose merged model it trains on; one that was thawed has none.
+    """
 
     config: Config
     specs: Mapping[str, Spec]
+    parent: "Experiment | None" = None
 
     @property
     def name(self) -> str:
@@ -56,18 +61,23 @@ class Experiment:
 
 def compile_config(config: Config, content: Content) -> Experiment:
     """Compile `config` to an experiment, given the hashes of the local files that it names."""
+    parent = None
+    if config.parent is not None and content.parent is not None:
+        parent = compile_config(config.parent, content.parent)
     specs: dict[str, Spec] = {}
     for stage in STAGES.values():
         for kind in stage.parts:
             for part in _parts_of(kind, config, content):
-                specs[part] = _compiled(stage, part, specs, config, content)
-    return Experiment(config, specs)
+                specs[part] = _compiled(stage, part, specs, config, content, parent)
+    return Experiment(config, specs, parent)
 
 
 def _parts_of(kind: str, config: Config, content: Content) -> list[str]:
     """Return the parts of `kind` that the experiment has."""
     if kind == "data":
         return [f"data.{index}" for index in range(len(config.data.sources))]
+    if kind == ROOT and config.parent is None:
+        return []
     if kind == "questions":
         return [f"questions.{number}" for number in range(len(config.evaluate.benchmarks))]
     if kind in ("overlap", "benchmark", BASE_BENCHMARK) and not config.evaluate.benchmarks:
@@ -82,22 +92,31 @@ def _parts_of(kind: str, config: Config, content: Content) -> list[str]:
 
 
 def _compiled(
-    stage: Stage, part: str, above: Mapping[str, Spec], config: Config, content: Content
+    stage: Stage,
+    part: str,
+    above: Mapping[str, Spec],
+    config: Config,
+    content: Content,
+    parent: Experiment | None,
 ) -> Spec:
     """Return the spec of `part`; `above` has the specs of the parts before it."""
+    if part == ROOT and parent is not None:
+        return parent.specs.get(ROOT, parent.specs["model"])
     if stage.settings is None:
         return training_of(above["plan"])
     read = set(stage.parts[kind_of(part)])
     if part == "evaluate" and len(config.data.held_out_sources) < 2:
         # It tells the sources of held-out documents apart, which matters for several only.
         read.remove("tokenize")
-    return Spec(
-        stage.name,
-        stage.version,
-        stage.settings(config, content, part),
-        {name: spec.ref for name, spec in above.items() if kind_of(name) in read},
-        unhashed_settings(config, part),
-    )
+    if ROOT in read and ROOT in above:
+        read.remove("model")  # so that it need not wait for the training before this one
+    settings = stage.settings(config, content, part)
+    inputs = {name: spec.ref for name, spec in above.items() if kind_of(name) in read}
+    if part == "model" and parent is not None:
+        inputs["merge"] = parent.ref("merge")
+    if part == "plan" and ROOT in above:
+        settings[TRAINED_MODEL] = above["model"].digest
+    return Spec(stage.name, stage.version, settings, inputs, unhashed_settings(config, part))
 
 
 def unhashed_settings(config: Config, part: str) -> dict[str, Any]:
@@ -125,12 +144,11 @@ def training_of(plan: Spec) -> Spec:
     cluster = read_settings(Cluster, plan.settings["cluster"])
     if train.depends_on_ranks:
         settings[DEALING] = {"ranks": cluster.ranks, "micro_batch_blocks": train.micro_batch_blocks}
-    return Spec(
-        "train",
-        version_of_training(train),
-        settings,
-        {name: plan.inputs[name] for name in ("model", "shard")},
-    )
+    model = plan.inputs.get("model")
+    if model is None:
+        model = Ref("download", plan.settings[TRAINED_MODEL])
+    inputs = {"model": model, "shard": plan.inputs["shard"]}
+    return Spec("train", version_of_training(train), settings, inputs)
 
 
 def version_of_training(train: Train) -> int:
@@ -232,6 +250,32 @@ def open_sweep(
     return loaded.name, experiments, loaded.halving
 
 
+def with_parents(experiments: Sequence[Experiment]) -> tuple[Experiment, ...]:
+    """Return `experiments` and all that they go on from, each once, parents first.
+
+    Raises ConfigError for two with one name, which would have one folder of results.
+    """
+    found: dict[str, Experiment] = {}
+    problems = []
+    for experiment in experiments:
+        for one in reversed(list(_with_ancestors(experiment))):
+            known = found.setdefault(one.name, one)
+            if known.specs != one.specs:
+                text = f"{one.name!r} is the name of two experiments of one chain; rename one"
+                problems.append(f"experiment: {text}")
+    if problems:
+        raise ConfigError(experiments[-1].name, list(dict.fromkeys(problems)))
+    return tuple(found.values())
+
+
+def _with_ancestors(experiment: Experiment) -> Iterator[Experiment]:
+    """Yield `experiment`, then the experiment that it goes on from, and so on."""
+    one: Experiment | None = experiment
+    while one is not None:
+        yield one
+        one = one.parent
+
+
 def _problems_of(check: Callable[[Config], object], config: Config) -> list[str]:
     try:
         check(config)
@@ -282,9 +326,11 @@ def pinned(config: Config, revisions: Revisions) -> Config:
         if sources:
             pinned_lists[key] = tuple(pin(source, "dataset") for source in sources)
     data = config.data.model_copy(update=pinned_lists)
-    pinned_config = config.model_copy(update={"model": pin(config.model, "model"), "data": data})
+    model = pin(config.model, "model")
+    if config.parent is not None:
+        model = model.model_copy(update={"parent": pinned(config.parent, revisions)})
     revisions.save()
-    return pinned_config
+    return config.model_copy(update={"model": model, "data": data})
 
 
 # A rehearsal: the training of an experiment to its first save, resumed to its second save, and

@@ -23,6 +23,7 @@ from pipeline_lib.config.deepspeed_json import content_of
 from pipeline_lib.config.questions import QUESTIONS_NAME, read_questions
 from pipeline_lib.config.schema import (
     Config,
+    ExperimentModel,
     FileData,
     HubRepository,
     LocalModel,
@@ -167,7 +168,8 @@ class Content:
     repository has no hashes: its commit identifies its content. `measured` is the content of the
     cluster.json that the config names, and `deepspeed_json` that of its DeepSpeed config, as JSON.
     `generation` has the hash of a local model's generation_config.json, which does not affect
-    training. `questions` has those of each benchmark's file.
+    training. `questions` has those of each benchmark's file. `parent` is the content of the
+    experiment whose model is trained on.
     """
 
     model: dict[str, str]
@@ -176,12 +178,14 @@ class Content:
     deepspeed_json: str | None = None
     generation: dict[str, str] = field(default_factory=dict)
     questions: tuple[dict[str, str], ...] = ()
+    parent: "Content | None" = None
 
 
 def read_content(config: Config, config_path: Path, cache: HashCache | None) -> Content:
     """Find and hash every local file that `config` names. Raises ConfigError with every problem.
 
-    Without `cache`, nothing is hashed: the hashes of files are empty strings.
+    Without `cache`, nothing is hashed: the hashes of files are empty strings, and the experiment
+    that the config goes on from is left out.
     """
     problems: list[str] = []
     model: dict[str, str] = {}
@@ -219,7 +223,10 @@ def read_content(config: Config, config_path: Path, cache: HashCache | None) -> 
     generation = {}
     if isinstance(config.model, LocalModel) and GENERATION_NAME in model:
         generation[GENERATION_NAME] = model.pop(GENERATION_NAME)
-    return Content(model, tuple(data), measured, deepspeed_json, generation, questions)
+    parent = None
+    if config.parent is not None and cache is not None:
+        parent = read_content(config.parent, config_path, cache)
+    return Content(model, tuple(data), measured, deepspeed_json, generation, questions, parent)
 
 
 @contextmanager
@@ -422,7 +429,7 @@ def not_json(value: Any, key: str = "") -> Iterator[str]:
 def _model_content(
     model: ModelSource, cache: HashCache | None, problems: list[str]
 ) -> dict[str, str]:
-    if isinstance(model, HubRepository):
+    if isinstance(model, HubRepository | ExperimentModel):
         return {}
     if isinstance(model, TinyModel):
         if model.tokenizer is None:

@@ -21,6 +21,7 @@ from pipeline_lib.config.compile import (
     open_sweep,
     rehearsal_of,
     unhashed_settings,
+    with_parents,
 )
 from pipeline_lib.config.halving import (
     Decision,
@@ -61,8 +62,9 @@ _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
 class Dag:
     """The experiments of a config file in a store, as Snakemake sees them: one, or all of a sweep.
 
-    With `halving`, only the best trainings of a sweep run to their end. `name` is the name in the
-    file, the prefix of the experiments' names.
+    Those of other files that they go on from are among them, each before its children. With
+    `halving`, only the best trainings of a sweep run to their end. `name` is the name in the file,
+    the prefix of the experiments' names, or that of a file with several experiments.
     """
 
     experiments: tuple[Experiment, ...]
@@ -110,7 +112,7 @@ class Dag:
         Raises ConfigError, HubError.
         """
         name, experiments, halving = open_sweep(path, store, refuse, learn, overrides)
-        return Dag(experiments, store, halving, name)
+        return Dag(with_parents(experiments), store, halving, name)
 
     @staticmethod
     def of_mapping(
@@ -127,7 +129,7 @@ class Dag:
         name, experiments, halving = open_sweep(
             Path(MODULE_CONFIG), store, refuse, learn, document=document
         )
-        return Dag(experiments, store, halving, name)
+        return Dag(with_parents(experiments), store, halving, name)
 
     @property
     def experiment(self) -> Experiment:

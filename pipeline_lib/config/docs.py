@@ -57,8 +57,10 @@ def config_json_schema() -> str:
 
     They complete keys with it too.
     """
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     schema |= ConfigFile.model_json_schema()
+    of_one = schema.pop("required")
+    schema["anyOf"] = [{"required": of_one}, {"required": ["experiments"]}]
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 

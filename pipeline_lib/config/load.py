@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ from pydantic import ValidationError
 
 from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.axes import HALVING, line_of
+from pipeline_lib.config.chains import Candidate, OtherFile, link_parents
 from pipeline_lib.config.checks import cross_check, wanting_a_strategy
+from pipeline_lib.config.experiments import Entry, entries_of
 from pipeline_lib.config.findings import refusals
 from pipeline_lib.config.halving import Halving, halving_problems
-from pipeline_lib.config.schema import Config
+from pipeline_lib.config.schema import Config, ExperimentModel
 from pipeline_lib.config.schema_problems import key_in_file, schema_problems, with_place
 from pipeline_lib.config.strict_yaml import Keys, YamlDocument, as_written, dotted, undotted
 from pipeline_lib.config.sweep import Variant, collapsed, name_by, put, read_sweep
@@ -45,10 +48,12 @@ NONE_OVERRIDDEN = Overrides()
 class LoadedConfig:
     """The experiments of a config file.
 
-    `name` is the file's; `halving_line` begins problems with `halving`.
+    `name` is the file's; `halving_line` begins problems with `halving`. `candidates` are the same
+    experiments, as others may name them.
     """
 
     name: str
+    candidates: Sequence[Candidate]
     configs: tuple[Config, ...]
     halving: Halving | None
     halving_line: str
@@ -75,32 +80,57 @@ def load_sweep(
     overrides: Overrides = NONE_OVERRIDDEN,
     checks: Sequence[Check] = (),
     document: YamlDocument | None = None,
+    read_for: Sequence[Path] = (),
 ) -> LoadedConfig:
     """Load as `load_configs`, and also return the name and the halving settings of the file.
 
     Each of `checks` finds further problems of a config. A problem is left out if its key already
-    has one. A `document` is read in place of the file at `path`.
+    has one. A `document` is read in place of the file at `path`. The experiments of the files
+    `read_for`, the first one first, go on from those of this one.
     """
     if document is None:
         document = strict_yaml.load(path)
     if document.value is None:
         raise ConfigError(str(path), ["holds no keys; config/config.yaml is an example"])
-    problems = list(document.problems)
-    sweep = read_sweep(document)
-    problems += sweep.problems
-    configs = []
+    entries, wrong = entries_of(document)
+    problems = [*document.problems, *wrong]
+    halving = None
+    halving_line = ""
+    drafts: list[_Draft] = []
+    for entry in entries:
+        sweep = read_sweep(entry.document)
+        problems += sweep.problems
+        if sweep.halving and len(entries) == 1:
+            halving = sweep.halving
+            halving_line = line_of(entry.document.lines, HALVING)
+        drafts += [_draft(entry, variant, overrides) for variant in sweep.variants]
+
+    candidates = [draft.candidate for draft in drafts]
+    link_parents(candidates, partial(_open_other, checks=checks, read_for=[*read_for, path]))
     of_experiments = []
-    for variant in sweep.variants:
-        config, own = _checked(variant, sweep.halving, overrides, checks)
-        of_experiments.append((variant.tag, own))
-        if config is not None:
-            configs.append(config)
+    for draft in drafts:
+        draft.problems += _problems_in(draft, halving, checks)
+        label = draft.candidate.full_name if len(entries) > 1 else draft.candidate.tag
+        of_experiments.append((label, draft.problems))
     problems += collapsed(of_experiments)
     if problems:
-        raise ConfigError(str(path), problems)
-    tag = sweep.variants[0].tag
+        raise ConfigError(str(path), list(dict.fromkeys(problems)))
+    configs = [draft.candidate.config for draft in drafts if draft.candidate.config is not None]
+    tag = candidates[0].tag
     name = configs[0].experiment.removesuffix(f"-{tag}" if tag else "")
-    return LoadedConfig(name, tuple(configs), sweep.halving, line_of(document.lines, HALVING))
+    if len(entries) > 1:
+        name = path.stem
+    return LoadedConfig(name, candidates, tuple(configs), halving, halving_line)
+
+
+def _open_other(path: Path, checks: Sequence[Check], read_for: Sequence[Path]) -> OtherFile:
+    """Read the config file at `path` for the last of the files `read_for`. Raises ConfigError."""
+    if path.resolve() in [above.resolve() for above in read_for]:
+        files = " from ".join(str(each) for each in [*read_for, path])
+        text = f"a cycle, {files}: each has an experiment that goes on from the next file's"
+        raise ConfigError(str(path), [f"{text}; put the experiments into one file"])
+    loaded = load_sweep(path, checks=checks, read_for=read_for)
+    return OtherFile(loaded.candidates, is_halved=loaded.halving is not None)
 
 
 def _validated(value: Any) -> Config:
@@ -128,35 +158,66 @@ def problems_of(value: Mapping[str, Any], places: Mapping[Keys, str]) -> list[st
     return [with_place(keys, text, places) for keys, text in cross_check(config)]
 
 
-def _checked(
-    variant: Variant, halving: Halving | None, overrides: Overrides, checks: Sequence[Check]
-) -> tuple[Config | None, list[str]]:
-    """Return one experiment's config and its problems; no config if it breaks the schema."""
+@dataclass
+class _Draft:
+    """An experiment of a file while it is loaded; the place of each of its keys, and problems."""
+
+    candidate: Candidate
+    places: dict[Keys, str]
+    problems: list[str]
+
+
+def _draft(entry: Entry, variant: Variant, overrides: Overrides) -> _Draft:
+    """Return one experiment with `overrides`; without a config if it breaks the schema."""
     problems: list[str] = []
     places = {keys: f"line {line}" for keys, line in variant.lines.items()}
+    name = entry.name or _name_in(variant)
     for setting in overrides.settings:
         problems += _override(variant.value, places, overrides.flag, setting)
     problems += _repeated(overrides)
     if overrides.in_names and not problems:
         name_by(variant.value, variant.tag, overrides.settings)
+    candidate = Candidate(name, variant.tag, None)
     try:
-        config = _config_of(variant.value)
+        candidate.config = _config_of(variant.value)
     except ValidationError as error:
-        return None, [*problems, *schema_problems(error, places)]
-    wrong = list(cross_check(config))
+        problems += schema_problems(error, places)
+    return _Draft(candidate, places, problems)
+
+
+def _name_in(variant: Variant) -> str:
+    """Return the name in a file without `experiments`; "" if it has none."""
+    root = variant.value
+    name = as_written(root.get("experiment")) if isinstance(root, dict) else None
+    if not isinstance(name, str):
+        return ""
+    return name.removesuffix(f"-{variant.tag}") if variant.tag else name
+
+
+def _problems_in(draft: _Draft, halving: Halving | None, checks: Sequence[Check]) -> list[str]:
+    """Return what is wrong with a draft beyond its schema.
+
+    One whose parent is not known is not given to `checks`, which need to know its model.
+    """
+    config = draft.candidate.config
+    if config is None:
+        return []
+    wrong = [*draft.candidate.problems, *cross_check(config)]
     if halving:
         wrong += halving_problems(halving, config)
-    problems += [with_place(keys, text, places) for keys, text in wrong]
+    problems = [with_place(keys, text, draft.places) for keys, text in wrong]
+    if isinstance(config.root.model, ExperimentModel):
+        return problems
     wrong_keys = {dotted(keys) for keys, _ in wrong}
     for check in checks:
         found = [one for one in refusals(check(config)) if one.key not in wrong_keys]
         for one in found:
             if one.key:
                 wrong_keys.add(one.key)
-                problems.append(with_place(undotted(one.key), one.sentence, places))
+                problems.append(with_place(undotted(one.key), one.sentence, draft.places))
             else:
                 problems.append(one.text)
-    return config, problems
+    return problems
 
 
 def _config_of(value: Any) -> Config:

@@ -8,6 +8,8 @@ from pydantic import Field, FiniteFloat
 from pipeline_lib.config.section import Section, Tokens, read_settings, settings_of
 
 ROPE = "rope"  # the key of the specs of plan, train and evaluate, beside the keys of their section
+# In the spec of a plan: the `rope` of an experiment before, which is in the config.json of its model.
+INHERITED_ROPE = "inherited_rope"
 
 
 class Rope(Section):
@@ -38,6 +40,16 @@ def settings_with_rope(settings: Mapping[str, Any], rope: Rope | None) -> dict[s
 def rope_in(settings: Mapping[str, Any]) -> Rope | None:
     """Return `model.rope` of a spec's settings; None if it is not set. Raises IntegrityError."""
     return read_settings(Rope, settings[ROPE]) if ROPE in settings else None
+
+
+def planned_rope(plan: Mapping[str, Any]) -> Rope | None:
+    """Return the `model.rope` of the settings of a `plan`, or of an experiment before its own.
+
+    It stretches the model at the beginning of the chain. Raises IntegrityError.
+    """
+    if INHERITED_ROPE in plan:
+        return read_settings(Rope, plan[INHERITED_ROPE])
+    return rope_in(plan)
 
 
 def without_rope(settings: Mapping[str, Any]) -> dict[str, Any]:

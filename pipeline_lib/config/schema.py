@@ -1,113 +1,28 @@
 """Every config key with its type, default, unit and meaning; those of `train` are in train.py."""
 
-import json
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
+    ConfigDict,
     Discriminator,
     Field,
     FiniteFloat,
     Tag,
-    WithJsonSchema,
     field_validator,
     model_validator,
 )
+from pydantic.json_schema import SkipJsonSchema
 
 from pipeline_lib.config.benchmarks import NO_RULES, Benchmark, Ship
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.section import Fraction, LocalPath, Positive, Section, Seed, Tokens
+from pipeline_lib.config.template_values import Tool, Variable, free_variables
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.language import Language
 from pipeline_lib.core.text import did_you_mean
 
-# The tools of `tokenize.tools`: what is no function's JSON schema is refused before anything runs.
-#
-# The tokenize stage reads them as it reads those of a row, and takes what is let through here.
-
-_EXPECTED = (
-    'expected {"name": ..., "parameters": ...} or {"type": "function", "function": {"name": ...}}'
-)
-
-
-def _as_json_text(value: Any) -> Any:
-    """`value` as JSON text. Raises ValueError; its message may follow the value or stand alone."""
-    tool = _object(value)
-    if tool is None:
-        raise ValueError(f"is no object: {_EXPECTED}")
-    function: dict[str, Any] | None = tool
-    if "function" in tool:
-        function = _object(tool["function"])
-        if function is None or tool.get("type", "function") != "function":
-            raise ValueError(f"is no function: {_EXPECTED}")
-    name = function.get("name") if function else None
-    if not isinstance(name, str) or not name.strip():
-        raise ValueError(f"has no `name`: {_EXPECTED}")
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _object(value: Any) -> dict[str, Any] | None:
-    """An object, or the one that a JSON text holds; None if it is neither."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-    return value if isinstance(value, dict) else None
-
-
-# Kept as JSON text: a spec is written with sorted keys, and the model is shown a tool's in the
-# order they were given.
-Tool = Annotated[str, BeforeValidator(_as_json_text), WithJsonSchema({"type": "object"})]
-
-
-# The variables of a chat template (`tokenize.chat_template_kwargs`): what is set elsewhere is
-# refused here. What the template does not read is refused when it is loaded.
-
-SET_ELSEWHERE = {
-    "enable_thinking": "it is on where an answer has thinking; see tokenize.thinking and "
-    "tokenize.prompt_thinking",
-    "messages": "the rows of data.train are the messages",
-    "tools": "set tokenize.tools",
-    "documents": "write their text into the messages",
-    "add_generation_prompt": "it belongs to prompts, and each answer is rendered after its prompt",
-}
-
-
-def _as_variable(value: Any) -> bool | int | str:
-    """Return `value`, which a chat template may take.
-
-    Raises ValueError; its message may follow the value.
-    """
-    if not isinstance(value, (bool, int, str)):
-        raise ValueError(
-            "is no value of a template variable: expected true, false, a whole number or text"
-        )
-    if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no"):
-        raise ValueError(
-            "is text, and templates do not take it for a truth value: write true or false without "
-            "quotes"
-        )
-    return value
-
-
-def _free_variables(given: dict[str, Any]) -> dict[str, Any]:
-    """Return `given`. Raises ValueError if one of the variables is set elsewhere."""
-    for name in given:
-        if name in SET_ELSEWHERE:
-            raise ValueError(f"`{name}` cannot be set here: {SET_ELSEWHERE[name]}")
-    return given
-
-
-# Any: of a union, each member would say by itself that a value does not fit.
-Variable = Annotated[
-    Any,
-    BeforeValidator(_as_variable),
-    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "integer"}, {"type": "string"}]}),
-]
-
-
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=-]{0,127}$"
 REPOSITORY_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 StretchedBy = Annotated[
@@ -122,7 +37,8 @@ class TinyModel(Section):
     """A small Qwen3 model with random weights, built on this machine: no hub, no GPU."""
 
     source: Literal["tiny"] = Field(
-        description="`tiny` (built here), `local` (a folder), `huggingface` or `modelscope`"
+        description="`tiny` (built here), `local` (a folder), `huggingface`, `modelscope` or "
+        "`experiment`"
     )
     tokenizer: LocalPath | None = Field(
         None, description="folder with a `tokenizer.json`; without it, one is trained"
@@ -281,7 +197,38 @@ class HubData(HubRepository, Rows):
     )
 
 
-ModelSource = Annotated[TinyModel | LocalModel | HubModel, Field(discriminator="source")]
+class ExperimentModel(Section):
+    """The merged model of another experiment, which this one goes on from (docs/chains.md)."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    source: Literal["experiment"] = Field(
+        description="`experiment`: another one of this file, or of the file `config`"
+    )
+    name: Annotated[str, Field(pattern=NAME_PATTERN)] | None = Field(
+        None,
+        description="name of the experiment; needed unless `config` is a file with only one",
+    )
+    config: LocalPath | None = Field(
+        None, description="config file of the experiment; default: this file"
+    )
+    rope: StretchedBy = None
+    # No key of files, which are read by alias: `config/chains.py` puts the experiment here that
+    # `name` and `config` mean, so that a config alone says everything that it compiles to.
+    parent: SkipJsonSchema["Config | None"] = Field(None, validation_alias="the parent's config")
+
+    @model_validator(mode="after")
+    def _named(self) -> "ExperimentModel":
+        if self.name is None and self.config is None:
+            raise ValueError(
+                "needs `name`, that of another experiment of this file, or `config`, another file"
+            )
+        return self
+
+
+ModelSource = Annotated[
+    TinyModel | LocalModel | HubModel | ExperimentModel, Field(discriminator="source")
+]
 DataSource = Annotated[PydocData | FileData | HubData, Field(discriminator="source")]
 
 
@@ -362,7 +309,7 @@ class Tokenize(Section):
         "it, as"
         " `enable_thinking=False` does; with `on`, the model learns to write that block itself",
     )
-    chat_template_kwargs: Annotated[dict[str, Variable], AfterValidator(_free_variables)] = Field(
+    chat_template_kwargs: Annotated[dict[str, Variable], AfterValidator(free_variables)] = Field(
         {},
         description="variables that the model's chat template reads, `{reasoning_effort: low}`, "
         "for all rows; the trained model has to be called with the same ones",
@@ -626,9 +573,6 @@ class Report(Section):
     )
 
 
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=-]{0,127}$"
-
-
 class Config(Section):
     """The config of one experiment."""
 
@@ -659,6 +603,29 @@ class Config(Section):
             return self.evaluate
         return self.evaluate.model_copy(update={"generations": 0})
 
+    @property
+    def parent(self) -> "Config | None":
+        """The experiment whose merged model this one trains on; None without one."""
+        return self.model.parent if isinstance(self.model, ExperimentModel) else None
+
+    @property
+    def rope(self) -> Rope | None:
+        """What the positions of its model are stretched by, here or in an experiment before."""
+        if self.model.rope is not None or self.parent is None:
+            return self.model.rope
+        return self.parent.rope
+
+    @property
+    def chain(self) -> tuple["Config", ...]:
+        """The experiments that it goes on from, the first one first, and itself."""
+        before = self.parent.chain if self.parent is not None else ()
+        return (*before, self)
+
+    @property
+    def root(self) -> "Config":
+        """The first experiment of the chain: its model's tokenizer and sizes are this one's too."""
+        return self.chain[0]
+
 
 class ConfigFile(Config):
     """The keys outside the sections."""
@@ -670,4 +637,9 @@ class ConfigFile(Config):
         " sections, such as `{train.lr: [1e-4, 2e-4], train.seed: [1, 2]}`; also `list`, `random` "
         "and `halving`:"
         " docs/sweeps.md",
+    )
+    experiments: dict[str, dict[str, Any] | None] = Field(
+        {},
+        description="several experiments from one file, by name: of each the keys in place of the "
+        "file's, section by section; `model` is replaced as a whole: docs/chains.md",
     )

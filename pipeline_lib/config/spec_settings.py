@@ -8,11 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.config.content import Content
-from pipeline_lib.config.rope import ROPE, settings_with_rope
-from pipeline_lib.config.schema import VALIDATION_SOURCES, Config, FileData, Rows, Weighted
+from pipeline_lib.config.rope import INHERITED_ROPE, ROPE, settings_with_rope
+from pipeline_lib.config.schema import (
+    VALIDATION_SOURCES,
+    Config,
+    ExperimentModel,
+    FileData,
+    Rows,
+    Weighted,
+)
 from pipeline_lib.config.section import Section, settings_of
 from pipeline_lib.config.train import held_keys
 
+# In the spec of a plan whose model another experiment trains: the digest of that model.
+TRAINED_MODEL = "trained_model"
+# The part that is the model at the beginning of a chain of experiments. No training changes its sizes
+# and its tokenizer, so that data is tokenized and a run planned before the one before it has ended.
+ROOT = "root"
 # Keys of a source that give its location. Specs have the hash of the content there instead.
 WHERE_KEYS = frozenset({"path", "tokenizer"})
 # Keys of a data source that say how the tokenize stage reads its rows, and how often the rows are
@@ -39,6 +51,8 @@ def download_settings(config: Config, content: Content, part: str) -> dict[str, 
         hashes = content.data[int(number)]
     elif kind == "questions":
         return {"kind": kind, "source": "file", "content": content.questions[int(number)]}
+    elif isinstance(config.model, ExperimentModel):
+        return {"kind": kind, "source": config.model.source}
     return {"kind": kind} | _keyed_source(_source_of(config, part), hashes)
 
 
@@ -46,6 +60,8 @@ def _source_of(config: Config, part: str) -> Any:
     kind, _, number = part.partition(".")
     if kind == "questions":
         return config.evaluate.benchmarks[int(number)]
+    if kind == ROOT:
+        return config.root.model
     return config.data.sources[int(number)] if kind == "data" else config.model
 
 
@@ -66,8 +82,13 @@ def _keyed_source(source: Any, hashes: Mapping[str, str]) -> dict[str, Any]:
 
 
 def download_where(config: Config, part: str) -> dict[str, Any]:
-    """Return a source's locations as absolute paths, since several clones may share a store."""
+    """Return a source's locations as absolute paths, since several clones may share a store.
+
+    Of the model of an experiment it is the name of that: another name is the same model.
+    """
     source = _source_of(config, part)
+    if isinstance(source, ExperimentModel):
+        return {"experiment": source.name}
     found = {key: getattr(source, key, None) for key in sorted(WHERE_KEYS)}
     where = {key: str(Path(value).absolute()) for key, value in found.items() if value is not None}
     if isinstance(source, FileData) and source.split:
@@ -117,6 +138,10 @@ def plan_settings(config: Config, content: Content, part: str) -> dict[str, Any]
         settings["measured"] = content.measured
     if config.train.strategy == "auto":
         settings["held"] = held_keys(config.train)
+    if config.parent is not None:
+        inherited = settings_with_rope({}, config.parent.rope)
+        if inherited:
+            settings[INHERITED_ROPE] = inherited[ROPE]
     return settings_with_rope(settings, config.model.rope)
 
 

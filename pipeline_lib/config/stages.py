@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pipeline_lib.config.content import Content
 from pipeline_lib.config.schema import EXPORT_TYPES, FP8, Config
 from pipeline_lib.config.spec_settings import (
+    ROOT,
     benchmark_settings,
     download_settings,
     download_where,
@@ -25,6 +26,7 @@ from pipeline_lib.config.spec_settings import (
     tokenize_settings,
     unhashed_in,
 )
+from pipeline_lib.core.stage import Sealed
 from pipeline_lib.core.store import Spec
 from pipeline_lib.core.units import count
 
@@ -152,8 +154,8 @@ _ROWS = (
         version=2,
         module="pipeline_lib.data.download",
         # The generation settings, of a local model only, are published with the result, without
-        # effect on the training.
-        parts={"model": (), "generation": (), "data": (), "questions": ()},
+        # effect on the training. A model that another experiment has trained reads its merge.
+        parts={ROOT: (), "model": (), "generation": (), "data": (), "questions": ()},
         title=lambda config, parts: ", ".join(parts),
         settings=download_settings,
         unhashed=download_where,
@@ -162,7 +164,7 @@ _ROWS = (
         name="tokenize",
         version=4,
         module="pipeline_lib.data.tokenize",
-        parts={"tokenize": ("model", "data")},
+        parts={"tokenize": (ROOT, "model", "data")},
         title=_tokenize_title,
         settings=tokenize_settings,
         unhashed=lambda config, part: unhashed_in(config.tokenize),
@@ -182,7 +184,7 @@ _ROWS = (
         name="plan",
         version=20,
         module="pipeline_lib.plan.stage",
-        parts={"plan": ("model", "tokenize", "shard")},
+        parts={"plan": (ROOT, "model", "tokenize", "shard")},
         title=_plan_title,
         settings=plan_settings,
         job="read",
@@ -322,6 +324,14 @@ def place_of(part: str) -> tuple[int, int]:
     number = part.partition(".")[2]
     place = _PLACES.get(kind_of(part), len(_PLACES))
     return place, int(number) if number.isdecimal() else 0
+
+
+def untrained_model(inputs: Mapping[str, Sealed]) -> Sealed:
+    """Return where a stage finds what no training changes: a model's tokenizer, and its sizes.
+
+    That is the model at the beginning of a chain of experiments, else the model itself.
+    """
+    return inputs[ROOT] if ROOT in inputs else inputs["model"]
 
 
 def onwards(first: str) -> tuple[str, ...]:

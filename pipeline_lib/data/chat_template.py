@@ -15,7 +15,7 @@ import jinja2
 from jinja2 import meta, nodes
 
 from pipeline_lib.config.content import TEMPLATES_FOLDER, TEMPLATES_SUFFIX
-from pipeline_lib.config.schema import SET_ELSEWHERE
+from pipeline_lib.config.template_values import SET_ELSEWHERE
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.language import _

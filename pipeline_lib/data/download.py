@@ -55,13 +55,15 @@ Bring = Callable[[Path, Path, str, VerifiedFiles], bool]  # of arrival
 def run(job: Job) -> dict[str, Any]:
     """Fill `job.out` from the source in the spec, and return the number of files and bytes.
 
+    With them is the name of the experiment that trained a model, as its config has it.
+
     Raises DataError if the source differs from what was hashed when the config was compiled, or is
     unusable.
     """
     kind = job.spec.settings["kind"]
     source = job.spec.settings["source"]
     SOURCES[kind, source](job)
-    if kind in ("model", "generation") and source != "tiny":
+    if kind in ("model", "generation") and source not in ("tiny", "experiment"):
         origin = job.spec.where.get("path", f"{source} model {job.spec.settings.get('name')}")
         _check_generation(job, origin)
         if kind == "model":
@@ -75,7 +77,10 @@ def run(job: Job) -> dict[str, Any]:
     job.say(
         f"download: {kind} from {source}: {count(len(names), 'files')}, {size_bytes / 1e6:.1f} MB"
     )
-    return {"files": len(names), "bytes": size_bytes}
+    counts: dict[str, Any] = {"files": len(names), "bytes": size_bytes}
+    if "experiment" in job.spec.where:
+        counts["experiment"] = job.spec.where["experiment"]
+    return counts
 
 
 def local_model(job: Job) -> None:
@@ -101,6 +106,22 @@ def local_model(job: Job) -> None:
     for name in LICENCE_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, job.out / name)
+
+
+def experiment_model(job: Job) -> None:
+    """Link the files of the model that another experiment has merged, by the hashes of its seal."""
+    merged = job.inputs["merge"]
+    for name, entry in merged.manifest.files.items():
+        if not is_model_file(name) and name not in LICENCE_FILES:
+            continue
+        (job.out / name).parent.mkdir(exist_ok=True)
+        is_same = arrival.link(merged.path / name, job.out / name, entry.sha256, job.store.verified)
+        if not is_same:
+            raise IntegrityError(
+                f"{merged.path / name}: content differs from what was sealed; delete "
+                f"{merged.path} and run snakemake again"
+            )
+        job.hashes[name] = entry.sha256
 
 
 def local_generation(job: Job) -> None:
@@ -204,6 +225,7 @@ def hub_data(job: Job) -> None:
 
 SOURCES: Mapping[tuple[str, str], Source] = {
     ("model", "local"): local_model,
+    ("model", "experiment"): experiment_model,
     ("generation", "local"): local_generation,
     ("model", "tiny"): tiny_model,
     ("model", "huggingface"): hub_model,

@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 from pipeline_lib.config.content import LICENCE_FILES
 from pipeline_lib.config.rope import ROPE, rope_in
 from pipeline_lib.config.schema import FP8, VALIDATION_SOURCES
-from pipeline_lib.config.train import Train
+from pipeline_lib.config.train import Train, read_train
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.store import Manifest, Ref
 from pipeline_lib.core.text import one_line
@@ -31,6 +31,7 @@ from pipeline_lib.lineage.record import (
     code_text,
     link_of,
     newest_first,
+    origin_of,
     parse_lineage,
     parse_manifest,
     settings_in,
@@ -104,6 +105,7 @@ def model_card(
     lines += _calling(made)
     lines += _adapters(adapter_code)
     lines += _table("Base model", ("from", "sha256"), _files(made, "model"))
+    lines += _table("Trained before", ("experiment", "merge", "method", "data"), _before(record))
     of_data = ("source", "rows", "samples kept", "supervised tokens")
     lines += _table("Data", of_data, _sources(ledger))
     lines += _table("Files of the data", ("from", "sha256"), _files(made, "data"))
@@ -367,6 +369,33 @@ def base_model(record: Lineage) -> str | None:
             record = parse_lineage(record.base.lineage, LINEAGE_NAME)
         except IntegrityError:
             return None
+
+
+def _before(record: Lineage) -> Rows:
+    """Yield a row for each training that the base model had in this pipeline, the last one first.
+
+    One whose record is damaged or missing ends the rows.
+    """
+    while True:
+        entry = record.links.get("model")
+        if entry is None or record.base is None:
+            return
+        try:
+            downloaded = parse_manifest(entry.manifest, LINEAGE_NAME)
+            merged = parse_manifest(record.base.manifest, LINEAGE_NAME)
+            record = parse_lineage(record.base.lineage, LINEAGE_NAME)
+            made = {
+                part: parse_manifest(link.manifest, part) for part, link in record.links.items()
+            }
+        except IntegrityError:
+            return
+        data = []
+        for part, manifest in made.items():
+            if part.startswith("data."):
+                data.append(f"{origin_of(manifest)}: {', '.join(sorted(manifest.files))}")
+        method = _method(read_train(settings_in(made["train"]))) if "train" in made else ""
+        name = str(downloaded.counts.get("experiment", ""))
+        yield (name, merged.digest, method, "; ".join(data))
 
 
 def _front_matter(

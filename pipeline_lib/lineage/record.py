@@ -17,6 +17,7 @@ from pipeline_lib.core.run_record import Attempt, RunRecord
 from pipeline_lib.core.stage import Say, Sealed
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Ref, Store, read_manifest
 
+EXPERIMENT = "experiment"  # the source of a model that another experiment trained
 CODE = "code"  # the key of the git commit in `versions`
 
 
@@ -107,6 +108,9 @@ def origin_of(manifest: Manifest) -> str:
         return "files of the machine"
     if source == "local":
         return "a model folder of the machine"
+    if source == EXPERIMENT:
+        merged = manifest.inputs["merge"].digest if "merge" in manifest.inputs else "unknown"
+        return f"experiment {manifest.counts.get('experiment', 'unknown')}, merge {merged}"
     return source
 
 
@@ -157,7 +161,7 @@ class ManifestEntry(BaseModel):
 
 
 class Folder(BaseModel):
-    """A local base model that this pipeline made: its manifest and its lineage.json."""
+    """A base model that this pipeline made: its manifest and its lineage.json."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     manifest: dict[str, Any]
@@ -165,7 +169,7 @@ class Folder(BaseModel):
 
 
 class Lineage(BaseModel):
-    """The content of lineage.json: links by part, attempts, a local base model's origin."""
+    """The content of lineage.json: links by part, attempts, the origin of a base model made here."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     schema_version: int = 1
@@ -192,6 +196,8 @@ def lineage_of(inputs: Mapping[str, Sealed], store: Store, say: Say) -> Lineage:
             say(f"merge: the lineage leaves out {part}: {error}")
             continue
         links[part] = _entry(path, wanted_sha256)
+        if manifest.stage == "download":  # what made a base model is in the lineage of that
+            continue
         for name in sorted(manifest.inputs.keys() - asked_for, key=newest_first):
             entry = manifest.inputs[name]
             sealed = store.sealed(Ref(entry.stage, entry.digest))
@@ -229,11 +235,12 @@ def _entry(path: Path, wanted_sha256: str | None) -> ManifestEntry:
 
 
 def base_folder(downloaded: Manifest, store: Store) -> Folder | None:
-    """Return the manifest and lineage of a local base model that this pipeline made.
+    """Return the manifest and lineage of a base model that this pipeline made.
 
-    Returns None if the base is something else, has other files now or cannot be read.
+    It is another experiment's, or in a local folder. Returns None if the base is something else,
+    has other files now or cannot be read.
     """
-    if settings_in(downloaded).get("source") != "local":
+    if settings_in(downloaded).get("source") not in ("local", EXPERIMENT):
         return None
     for path in _folders_of_base(downloaded, store):
         with suppress(IntegrityError, Unreadable):
@@ -244,11 +251,15 @@ def base_folder(downloaded: Manifest, store: Store) -> Folder | None:
 
 
 def _folders_of_base(downloaded: Manifest, store: Store) -> Iterator[Path]:
-    """Yield where a local base model may lie with its manifest.
+    """Yield where a base model may lie with its manifest.
 
-    The spec has the path of who wrote it last, which may be another user's copy without a manifest:
-    all who work with the store have its own merges.
+    That of an experiment is in the store. Of a local one, the spec has the path of who wrote it
+    last, which may be another user's copy without a manifest: all who work with the store have its
+    own merges.
     """
+    if "merge" in downloaded.inputs:
+        yield store.sealed(Ref("merge", downloaded.inputs["merge"].digest))
+        return
     with suppress(IntegrityError, KeyError):
         yield Path(store.read_spec(store.spec_path(downloaded.digest)).where["path"])
     yield from sorted(path for path in (store.root / "merge").glob("*") if path.is_dir())

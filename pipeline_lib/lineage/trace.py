@@ -30,6 +30,7 @@ from pipeline_lib.lineage.checks import (
     read_pointer,
 )
 from pipeline_lib.lineage.record import (
+    EXPERIMENT,
     LINEAGE_NAME,
     Lineage,
     is_same_model,
@@ -150,7 +151,7 @@ def _attach_inputs(merge: _Merge, checks: Checks) -> _Merge | None:
             seen[part] = traced
             above.inputs.append(traced)
             found = check(traced, merge.record, checks)
-            if found is not None:
+            if found is not None and found.stage != "download":
                 waiting.append((traced, found))
             if found is not None and part == "model":
                 base = _attach_base(traced, found, merge.record, checks)
@@ -160,8 +161,8 @@ def _attach_inputs(merge: _Merge, checks: Checks) -> _Merge | None:
 def _attach_base(
     traced: Traced, downloaded: Manifest, record: Lineage | None, checks: Checks
 ) -> _Merge | None:
-    """Attach the merge that made a local base model below it, if this pipeline did."""
-    if settings_in(downloaded).get("source") != "local":
+    """Attach the merge that made a base model below it, if this pipeline did."""
+    if settings_in(downloaded).get("source") not in ("local", EXPERIMENT):
         return None
     if record is None or record.base is None:
         traced.notes.append("the origin of this folder is unknown")
@@ -184,7 +185,10 @@ def _attach_base(
     traced.inputs.append(below)
     describe(below, manifest)
     below.problems += problems_of_spec(manifest)
-    if not is_same_model(downloaded, manifest):
+    read = downloaded.inputs.get("merge")
+    if read is not None and read.digest != below.ref.digest:
+        below.problems.append(f"{where}: not the merge that was read, which is {read.digest}")
+    elif not is_same_model(downloaded, manifest):
         below.problems.append(f"{where}: not the model that was fine-tuned: its files differ")
     elif not below.problems and in_store(below, checks) is None:
         mark_recorded(below)

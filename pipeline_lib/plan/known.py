@@ -71,7 +71,8 @@ def geometry_of(config: Config, store: Store) -> Geometry:
     found = find_geometry(config, store)
     if found is not None:
         return found
-    name = getattr(config.model, "name", getattr(config.model, "path", config.model.source))
+    model = config.root.model
+    name = getattr(model, "name", getattr(model, "path", model.source))
     raise DataError(
         f"model: the sizes of {name} are not known here: it was not downloaded to {store.root}, "
         "and is none of the "
@@ -93,6 +94,11 @@ def find_geometry(config: Config, store: Store) -> Geometry | None:
 
 def _find_geometry(config: Config, store: Store) -> Geometry | None:
     model = config.model
+    if config.parent is not None:  # no training changes the sizes
+        try:
+            return find_geometry(config.parent, store)
+        except DataError:  # said of that experiment
+            return None
     if isinstance(model, LocalModel):
         path = Path(model.path) / "config.json"
         if not path.is_file():
@@ -108,6 +114,8 @@ def _find_geometry(config: Config, store: Store) -> Geometry | None:
         return read_geometry(sealed.folder("config.json"))
     if isinstance(model, TinyModel):
         return _tiny(model)
+    if not isinstance(model, HubModel):
+        return None
     table = published(model.name)
     return geometry_in(table) if table is not None else _looked_up(model, store)
 
@@ -127,7 +135,7 @@ def learn_architecture(config: Config, store: Store, say: Say) -> None:
     cannot be asked, a line says so, and nothing more is known than before. Raise DataError for
     hostile file names, IntegrityError for wrong content.
     """
-    model = config.model
+    model = config.root.model
     if not isinstance(model, HubModel) or is_sealed(config, store, "train"):
         return
     try:

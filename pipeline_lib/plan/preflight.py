@@ -19,7 +19,15 @@ from pipeline_lib.config.content import (
 )
 from pipeline_lib.config.findings import Finding, refusals
 from pipeline_lib.config.optimizers import OPTIMIZERS
-from pipeline_lib.config.schema import Config, FileData, HubData, LocalModel, TinyModel, Tokenize
+from pipeline_lib.config.schema import (
+    Config,
+    ExperimentModel,
+    FileData,
+    HubData,
+    LocalModel,
+    TinyModel,
+    Tokenize,
+)
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import AUTO, Train, held_keys
 from pipeline_lib.core.errors import ConfigError, DataError
@@ -185,7 +193,7 @@ def _of_template(config: Config) -> Iterator[str]:
     """
     from pipeline_lib.data.chat_template import has_template, no_template
 
-    model = config.model
+    model = config.root.model
     path: str | None = None
     if isinstance(model, LocalModel):
         path = model.path
@@ -300,6 +308,8 @@ def too_little_disk(run: Run, config: Config, store: Store) -> Iterator[str]:
 
 def _is_linked(model: object, store: Store) -> bool:
     """Return whether the store gets links to the weights of `model`, and no copy."""
+    if isinstance(model, ExperimentModel):
+        return True
     if not isinstance(model, LocalModel) or not Path(model.path).is_dir():
         return False
     weights = [file for file in model_files(Path(model.path)) if file.suffix == ".safetensors"]

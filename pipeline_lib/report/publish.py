@@ -7,7 +7,7 @@ and removes the model that was added for the previously recorded experiment.
 import csv
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -54,16 +54,18 @@ FOR_GIT = (
 def best_of(dag: Dag) -> Experiment:
     """Return the experiment; of a sweep, the finished one with the lowest held-out loss.
 
-    Raise IntegrityError if no experiment of the sweep is finished.
+    Of a chain it is the last one. Raise IntegrityError if no experiment of the sweep is finished.
     """
-    if len(dag.experiments) == 1:
-        return dag.experiment
-    first = outcomes(dag)[0]
-    if not first.is_done:
+    gone_on_from = [one.config.parent for one in dag.experiments]
+    last = {one.name: one for one in dag.experiments if one.config not in gone_on_from}
+    if len(last) == 1:
+        return next(iter(last.values()))
+    best = next(one for one in outcomes(dag) if one.name in last)
+    if not best.is_done:
         raise IntegrityError(
             _("no experiment of the sweep is finished; run `snakemake` with the same config first")
         )
-    return next(one for one in dag.experiments if one.name == first.name)
+    return last[best.name]
 
 
 def publish(experiment: Experiment, store: Store, target: Path = CURRENT) -> dict[Path, str]:
@@ -103,17 +105,37 @@ def held_out_csv(curves: str) -> str:
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """Return the config with defaults, without keys left to `strategy: auto`.
+    """Return the config with defaults, without keys left to `strategy: auto`, as in a file.
 
     It compiles to the same stages.
     """
+    return in_one_file(config, _resolved)
+
+
+def in_one_file(config: Config, keys_of: Callable[[Config], dict[str, Any]]) -> dict[str, Any]:
+    """Return the keys of a file with `config` and the experiments that it goes on from.
+
+    `keys_of` returns those of one of them, by the names of the schema.
+    """
+    if config.parent is None:
+        return as_in_a_file(keys_of(config))
+    experiments = {}
+    for one in config.chain:
+        keys = as_in_a_file(keys_of(one))
+        del keys["experiment"]
+        if one.parent is not None:
+            model = {key: keys["model"][key] for key in ("source", "rope") if key in keys["model"]}
+            keys["model"] = {**model, "name": one.parent.experiment}
+        experiments[one.experiment] = keys
+    return {"experiments": experiments}
+
+
+def _resolved(config: Config) -> dict[str, Any]:
     left = set[str]()
     if config.train.strategy == "auto":
         left = set(CHOSEN_KEYS) - set(held_keys(config.train))
     idle = {"validation_fraction"} if config.data.validation else set()
-    return as_in_a_file(
-        config.model_dump(mode="json", exclude_none=True, exclude={"train": left, "data": idle})
-    )
+    return config.model_dump(mode="json", exclude_none=True, exclude={"train": left, "data": idle})
 
 
 def as_in_a_file(keys: Mapping[str, Any]) -> dict[str, Any]:

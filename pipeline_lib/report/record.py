@@ -19,7 +19,7 @@ from pipeline_lib.report.publish import (
     CURRENT,
     MODEL_NAME,
     RECORDING,
-    as_in_a_file,
+    in_one_file,
     model_pointer,
     publish,
     sealed_part,
@@ -124,11 +124,10 @@ def record(
 
 def _as_config(experiment: Experiment) -> str:
     """Return the experiment's config as a file with the set keys, by their names in a file."""
-    keys = experiment.config.model_dump(mode="json", exclude_unset=True)
-    return (
-        f"# Experiment {experiment.name}, recorded from another "
-        f"config.\n{yaml_of(as_in_a_file(keys))}"
+    keys = in_one_file(
+        experiment.config, lambda config: config.model_dump(mode="json", exclude_unset=True)
     )
+    return f"# Experiment {experiment.name}, recorded from another config.\n{yaml_of(keys)}"
 
 
 def _with_config(commit: str, text: str) -> str:

@@ -105,7 +105,8 @@ class Catalog:
             seen.add(spec.digest)
             inputs = list(spec.inputs.values())
             # no input of the spec
-            if spec.stage == "train" and (plan := experiment.parts.get("plan")):
+            is_own_training = spec.digest == experiment.parts.get("train")
+            if is_own_training and (plan := experiment.parts.get("plan")):
                 inputs.append(Ref("plan", plan))
             missing = [ref.digest for ref in inputs if not self.store.is_sealed(ref)]
             waiting += missing

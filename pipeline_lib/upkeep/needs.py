@@ -67,7 +67,10 @@ class Needs:
             self._add_path(path)
         for part, digest in experiment.parts.items():
             try:
-                self._add(self.inventory.spec(digest))
+                spec = self.inventory.spec(digest)
+                self._add(spec)
+                if spec.stage == "download":
+                    self._add_before(spec)
             except IntegrityError as error:
                 self.problems.append(f"{part} of {experiment.name!r}: {error}")
 
@@ -86,6 +89,17 @@ class Needs:
             except IntegrityError:
                 continue
             waiting += [ref.digest for ref in spec.inputs.values()]
+
+    def _add_before(self, spec: Spec) -> None:
+        """Add all that `spec` is made from: of a download, the experiments that it goes on from.
+
+        Raises IntegrityError.
+        """
+        for ref in spec.inputs.values():
+            if ref.digest not in self.digests:
+                before = self.inventory.spec(ref.digest)
+                self._add(before)
+                self._add_before(before)
 
     def _add(self, spec: Spec) -> None:
         self.digests.add(spec.digest)

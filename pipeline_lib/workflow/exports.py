@@ -38,9 +38,10 @@ def _refusal(why: str, found: list[str], kinds: Sequence[str]) -> Iterator[Findi
 
 def _found(config: Config, store: Store, of_sizes: OfSizes, of_config: OfConfig) -> list[str]:
     """Return why the model is not exported, as far as it is known."""
+    model = config.root.model
     try:
-        if isinstance(config.model, LocalModel):
-            path = Path(config.model.path) / "config.json"
+        if isinstance(model, LocalModel):
+            path = Path(model.path) / "config.json"
             return list(of_config(read_object(path))) if path.is_file() else []
         geometry = find_geometry(config, store)
         return [] if geometry is None else list(of_sizes(geometry))

@@ -28,7 +28,20 @@ HUB = {
     "data": {"train": [{"source": "modelscope", "name": "owner/rows", "revision": COMMIT}]},
     "train": {"method": "lora"},
 }
-BASES = {"(tiny)": TINY, "(pydoc)": TINY, "(local)": LOCAL, "(file)": LOCAL, "(huggingface)": HUB}
+CHILD = {
+    "experiment": "demo",
+    "model": {"source": "experiment", "name": "text"},
+    "data": {"train": [{"source": "pydoc"}]},
+    "train": {"method": "lora"},
+}
+BASES = {
+    "(tiny)": TINY,
+    "(pydoc)": TINY,
+    "(local)": LOCAL,
+    "(file)": LOCAL,
+    "(huggingface)": HUB,
+    "(experiment)": CHILD,
+}
 
 
 def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
@@ -37,6 +50,8 @@ def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[st
     A section that may be left out is one key, and so is a list of sections.
     """
     for name, field in section.model_fields.items():
+        if name == "parent":
+            continue  # no key of files: what the experiment of `model` is found to be
         members = [] if field.default in (None, ()) else sections_in(field.annotation)
         if not members:
             yield prefix + str(field.validation_alias or name)

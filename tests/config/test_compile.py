@@ -16,7 +16,7 @@ from pipeline_lib.config.compile import (
 )
 from pipeline_lib.config.content import RUNNING_PYTHON, Content
 from pipeline_lib.config.effects import EFFECTS, Effect, Result
-from pipeline_lib.config.schema import Config
+from pipeline_lib.config.schema import Config, ExperimentModel
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import PLACEMENT_KEYS, Train, in_file
 from pipeline_lib.core.errors import ConfigError
@@ -54,6 +54,9 @@ VALUES: dict[str, Any] = {
     "model(huggingface).name": "Qwen/Qwen3-4B",
     "model(huggingface).revision": "b" * 40,
     "model(huggingface).rope": {"type": "yarn", "factor": 4.0},
+    "model(experiment).name": "other",
+    "model(experiment).config": "other.yaml",
+    "model(experiment).rope": {"type": "yarn", "factor": 4.0},
     "data.train(pydoc).weight": 0.5,
     "data.train(pydoc).max_rows": 100,
     "data.train(file).weight": 2.0,
@@ -192,7 +195,14 @@ def compiled(config: dict[str, Any], content: Content = CONTENT) -> Experiment:
     number = len(read.data.sources)
     questions = ({"questions.jsonl": "2" * 64},) * len(read.evaluate.benchmarks)
     data = (content.data * number)[:number]
-    return compile_config(read, replace(content, data=data, questions=questions))
+    parent = None
+    if isinstance(read.model, ExperimentModel):
+        text = Config.model_validate_json(json.dumps({**TINY, "experiment": "text"}))
+        parent = Content(model={}, data=({},))
+        model = read.model.model_copy(update={"parent": text})
+        read = read.model_copy(update={"model": model})
+    given = replace(content, data=data, questions=questions, parent=parent)
+    return compile_config(read, given)
 
 
 def with_benchmark(config: dict[str, Any]) -> dict[str, Any]:
@@ -494,7 +504,7 @@ def test_the_digests_of_a_config_never_change() -> None:
         "data.0": "dceee265e3fe3e37",
         "tokenize": "5163851f986d89e0",
         "shard": "d7abeb47a98ddeb9",
-        "plan": "71ccc0ff8397e23a",
+        "plan": "dd9ab586cac27552",
         "train": "818e22097ac316e5",
         "merge": "a9a7eca60a373306",
         "baseline": "3d1b995ec9fa171d",

@@ -59,6 +59,19 @@ def test_the_examples_of_sweeps_pass_beside_the_demo(tmp_path: Path) -> None:
     assert counts == [4, 2, 8, 4]
 
 
+def test_the_examples_of_chains_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = "experiment: base\nmodel: {source: tiny}\ndata: {train: [{source: pydoc}]}\n"
+    (tmp_path / "base.yaml").write_text(base, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+    chains = []
+    for block in yaml_blocks(read("docs/chains.md")):
+        Path("my.yaml").write_text(block, encoding="utf-8")
+        chains.append([len(config.chain) for config in load_configs(Path("my.yaml"))])
+
+    assert chains == [[1, 2], [2], [1, 2, 2, 2]]
+
+
 def test_every_key_has_a_row_with_its_meaning() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+) \|$", config_page(), re.MULTILINE)
 
@@ -138,4 +151,7 @@ def test_the_schema_knows_every_key_and_refuses_others() -> None:
     ]
     assert sorted(name for name in names if name not in holders) == sorted(keys)
     assert all(section["additionalProperties"] is False for section in sections)
-    assert schema["required"] == ["experiment", "model", "data"]
+    assert schema["anyOf"] == [
+        {"required": ["experiment", "model", "data"]},
+        {"required": ["experiments"]},
+    ]

@@ -317,20 +317,22 @@ WHOLE: dict[str, tuple[str, list[str]]] = {
     ),
     "no source": (
         VALID.replace("source: tiny", "layers: 2"),
-        ["line 2: model.source: missing; it is one of tiny, local, huggingface, modelscope"],
+        [
+            "line 2: model.source: missing; it is one of tiny, local, huggingface, modelscope, experiment"
+        ],
     ),
     "unknown source": (
         VALID.replace("tiny", "tinny"),
         [
-            'line 2: model.source: "tinny" is not one of tiny, local, huggingface, modelscope; '
-            "did you mean 'tiny'?"
+            'line 2: model.source: "tinny" is not one of tiny, local, huggingface, modelscope, '
+            "experiment; did you mean 'tiny'?"
         ],
     ),
     "list as source": (
         VALID.replace("tiny", "[tiny]"),
         [
-            'line 2: model.source: ["tiny"] is not one of tiny, local, huggingface, modelscope; '
-            "did you mean 'tiny'?"
+            'line 2: model.source: ["tiny"] is not one of tiny, local, huggingface, modelscope, '
+            "experiment; did you mean 'tiny'?"
         ],
     ),
     "no model": (
@@ -449,8 +451,8 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
 
     assert problems_of(written(tmp_path, text)) == [
         "experiment: missing; it has no default",
-        'line 1: model.source: "tinny" is not one of tiny, local, huggingface, modelscope; did '
-        "you mean 'tiny'?",
+        'line 1: model.source: "tinny" is not one of tiny, local, huggingface, modelscope, '
+        "experiment; did you mean 'tiny'?",
         "data: missing; it has no default",
         'line 2: tokenize.max_tokens: "no" is not a whole number',
         "line 6: train.epochs: 0 should be greater than 0",

@@ -72,11 +72,6 @@ shell.prefix(
 # Functions of inputs. Each lets snakemake begin first.
 
 
-def no_inputs(wildcards):
-    begin()
-    return []
-
-
 def inputs_of_all(needed):
     """What `needed` says of all experiments."""
 

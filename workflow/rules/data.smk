@@ -6,7 +6,7 @@
 
 rule download_stage:
     input:
-        no_inputs,
+        ancient(stage_inputs),
     output:
         f"{STORE.root}/download/{{digest}}.ok",
     log:
@@ -21,7 +21,7 @@ rule download_stage:
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib download --spec {params.spec:q} {params.where:q} 2>&1 | log_to {log:q}"
+        "python -m pipeline_lib download --spec {params.spec:q} {params.where:q} --after {input:q} 2>&1 | log_to {log:q}"
 
 
 rule tokenize_stage:
