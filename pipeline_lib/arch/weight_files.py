@@ -22,6 +22,9 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 # torch's names by safetensors'
 READABLE_KINDS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# of trained adapters, in the folder of a merged model
+ADAPTER_FOLDER, ADAPTER_WEIGHTS = "adapter", "adapter_model.safetensors"
+ADAPTER_FILES = (f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}", f"{ADAPTER_FOLDER}/adapter_config.json")
 ADAPTER = "default"  # peft's name of a model's only adapter, in the names of its tensors
 _NAMED_AT_MOST = 5
 _FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -131,6 +134,15 @@ def read_layout(file: BinaryIO) -> tuple[dict[str, Any], int]:
     entries = json.loads(file.read(header_bytes))
     entries.pop("__metadata__", None)
     return entries, 8 + header_bytes
+
+
+def peft_name(name: str) -> str:
+    """Return the name in peft's files of an adapter's parameter, by its `name` in the model.
+
+    peft leaves the adapter's name out, and `.weight` after a magnitude.
+    """
+    saved = name.replace(f".{ADAPTER}.", ".")
+    return saved.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
 def find_headers(folder: Path) -> dict[str, Header]:

@@ -258,6 +258,8 @@ def _ineffective(config: Config) -> Iterator[Problem]:
     train = config.train
     if isinstance(model, TinyModel) and model.tokenizer is not None:
         yield from _vocabulary(model)
+    if config.parent is not None and config.continues:
+        yield from _continued(config, config.parent)
     if model.rope is not None and config.parent is not None and config.parent.rope is not None:
         text = f"experiment {config.parent.experiment!r} or one before it stretches them already"
         yield ("model", "rope"), f"{text}; remove this one"
@@ -285,6 +287,29 @@ def _ineffective(config: Config) -> Iterator[Problem]:
         text = f"{train.guards.max_skips} steps cannot be exceeded within train.guards.window_steps"
         text += f" ({train.guards.window_steps}), so the guards would skip steps for ever; lower it"
         yield ("train", "guards", "max_skips"), text
+
+
+# The keys of `train.lora` that decide which tensors adapters have, and what these stand for.
+_OF_ADAPTERS = ("rank", "alpha", "targets", "rslora", "dora", "base")
+
+
+def _continued(config: Config, parent: Config) -> Iterator[Problem]:
+    """Yield why the adapters of `parent` cannot be trained on with `config`."""
+    if parent.train.method != "lora":
+        text = f"experiment {parent.experiment!r} trains all weights and has no adapters"
+        yield ("model", "adapter"), f"{text}; remove this key, which trains its merged model"
+        return
+    if parent.model.rope is not None:
+        text = f"continue does not work with the model.rope of experiment {parent.experiment!r}"
+        yield ("model", "adapter"), f"{text}; remove this key, which trains its merged model"
+    if config.train.method != "lora":
+        yield ("model", "adapter"), "continue needs train.method: lora"
+        return
+    for key in _OF_ADAPTERS:
+        wanted = getattr(parent.train.lora, key)
+        if getattr(config.train.lora, key) != wanted:
+            text = f"the adapters of experiment {parent.experiment!r} have {wanted}"
+            yield ("train", "lora", key), f"{text}; write that, or let model.adapter be merge"
 
 
 def _vocabulary(model: TinyModel) -> Iterator[Problem]:

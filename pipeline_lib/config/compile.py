@@ -12,7 +12,7 @@ from pipeline_lib.config.load import NONE_OVERRIDDEN, Overrides, load_sweep
 from pipeline_lib.config.rope import ROPE
 from pipeline_lib.config.schema import EXPORT_TYPES, Cluster, Config, HubRepository
 from pipeline_lib.config.section import read_settings
-from pipeline_lib.config.spec_settings import ROOT, TRAINED_MODEL
+from pipeline_lib.config.spec_settings import ADAPTER_PART, PARENT, ROOT, TRAINED_MODEL
 from pipeline_lib.config.stages import BASE_BENCHMARK, LAST_MERGE, STAGES, Stage, kind_of, stage_of
 from pipeline_lib.config.strict_yaml import YamlDocument
 from pipeline_lib.config.sweep import collapsed
@@ -67,12 +67,12 @@ def compile_config(config: Config, content: Content) -> Experiment:
     specs: dict[str, Spec] = {}
     for stage in STAGES.values():
         for kind in stage.parts:
-            for part in _parts_of(kind, config, content):
+            for part in _parts_of(kind, config, content, parent):
                 specs[part] = _compiled(stage, part, specs, config, content, parent)
     return Experiment(config, specs, parent)
 
 
-def _parts_of(kind: str, config: Config, content: Content) -> list[str]:
+def _parts_of(kind: str, config: Config, content: Content, parent: Experiment | None) -> list[str]:
     """Return the parts of `kind` that the experiment has."""
     if kind == "data":
         return [f"data.{index}" for index in range(len(config.data.sources))]
@@ -82,10 +82,15 @@ def _parts_of(kind: str, config: Config, content: Content) -> list[str]:
         return [f"questions.{number}" for number in range(len(config.evaluate.benchmarks))]
     if kind in ("overlap", "benchmark", BASE_BENCHMARK) and not config.evaluate.benchmarks:
         return []
-    if kind == "generation" and not content.generation:
+    if kind in (ADAPTER_PART, PARENT) and not config.continues:
         return []
     if kind == LAST_MERGE and config.merge.average is None:
         return []
+    if kind == "generation":
+        is_there = bool(content.generation)
+        if parent is not None and config.continues:
+            is_there = kind in parent.specs
+        return [kind] if is_there else []
     if kind in EXPORT_TYPES and kind not in config.export:
         return []
     return [kind]
@@ -102,20 +107,26 @@ def _compiled(
     """Return the spec of `part`; `above` has the specs of the parts before it."""
     if part == ROOT and parent is not None:
         return parent.specs.get(ROOT, parent.specs["model"])
+    if part in ("model", "generation") and parent is not None and config.continues:
+        return parent.specs[part]
     if stage.settings is None:
         return training_of(above["plan"])
     read = set(stage.parts[kind_of(part)])
     if part == "evaluate" and len(config.data.held_out_sources) < 2:
         # It tells the sources of held-out documents apart, which matters for several only.
         read.remove("tokenize")
-    if ROOT in read and ROOT in above:
-        read.remove("model")  # so that it need not wait for the training before this one
     settings = stage.settings(config, content, part)
     inputs = {name: spec.ref for name, spec in above.items() if kind_of(name) in read}
-    if part == "model" and parent is not None:
+    if part in ("model", ADAPTER_PART, PARENT) and parent is not None:
         inputs["merge"] = parent.ref("merge")
+    for other in (ROOT, PARENT):
+        if other in inputs:  # it takes the place of the model that is trained
+            inputs["model"] = inputs.pop(other)
+            inputs.pop("generation", None)
     if part == "plan" and ROOT in above:
         settings[TRAINED_MODEL] = above["model"].digest
+    if part == "plan" and ADAPTER_PART in above:
+        settings[ADAPTER_PART] = above[ADAPTER_PART].digest
     return Spec(stage.name, stage.version, settings, inputs, unhashed_settings(config, part))
 
 
@@ -144,10 +155,12 @@ def training_of(plan: Spec) -> Spec:
     cluster = read_settings(Cluster, plan.settings["cluster"])
     if train.depends_on_ranks:
         settings[DEALING] = {"ranks": cluster.ranks, "micro_batch_blocks": train.micro_batch_blocks}
-    model = plan.inputs.get("model")
-    if model is None:
+    model = plan.inputs["model"]
+    if TRAINED_MODEL in plan.settings:
         model = Ref("download", plan.settings[TRAINED_MODEL])
     inputs = {"model": model, "shard": plan.inputs["shard"]}
+    if ADAPTER_PART in plan.settings:
+        inputs[ADAPTER_PART] = Ref("download", plan.settings[ADAPTER_PART])
     return Spec("train", version_of_training(train), settings, inputs)
 
 

@@ -212,6 +212,11 @@ class ExperimentModel(Section):
     config: LocalPath | None = Field(
         None, description="config file of the experiment; default: this file"
     )
+    adapter: Literal["merge", "continue"] = Field(
+        "merge",
+        description="of an experiment with adapters: train on its merged model, with new ones "
+        "(`merge`), or train the same adapters on (`continue`)",
+    )
     rope: StretchedBy = None
     # No key of files, which are read by alias: `config/chains.py` puts the experiment here that
     # `name` and `config` mean, so that a config alone says everything that it compiles to.
@@ -614,6 +619,11 @@ class Config(Section):
         if self.model.rope is not None or self.parent is None:
             return self.model.rope
         return self.parent.rope
+
+    @property
+    def continues(self) -> bool:
+        """Whether it trains the adapters of its parent on, beside the model that had them."""
+        return isinstance(self.model, ExperimentModel) and self.model.adapter == "continue"
 
     @property
     def chain(self) -> tuple["Config", ...]:

@@ -23,8 +23,11 @@ from pipeline_lib.config.train import held_keys
 # In the spec of a plan whose model another experiment trains: the digest of that model.
 TRAINED_MODEL = "trained_model"
 # The part that is the model at the beginning of a chain of experiments. No training changes its sizes
-# and its tokenizer, so that data is tokenized and a run planned before the one before it has ended.
+# and its tokenizer. What needs no more than these reads it as the model, and waits for no training.
 ROOT = "root"
+# The parts of an experiment that trains adapters on: these, and the merged model of the experiment
+# before, which evaluations read as the base model.
+ADAPTER_PART, PARENT = "adapter", "parent"
 # Keys of a source that give its location. Specs have the hash of the content there instead.
 WHERE_KEYS = frozenset({"path", "tokenizer"})
 # Keys of a data source that say how the tokenize stage reads its rows, and how often the rows are
@@ -51,8 +54,10 @@ def download_settings(config: Config, content: Content, part: str) -> dict[str, 
         hashes = content.data[int(number)]
     elif kind == "questions":
         return {"kind": kind, "source": "file", "content": content.questions[int(number)]}
-    elif isinstance(config.model, ExperimentModel):
+    elif kind == ADAPTER_PART:
         return {"kind": kind, "source": config.model.source}
+    elif isinstance(config.model, ExperimentModel):
+        return {"kind": "model", "source": config.model.source}
     return {"kind": kind} | _keyed_source(_source_of(config, part), hashes)
 
 
@@ -62,6 +67,8 @@ def _source_of(config: Config, part: str) -> Any:
         return config.evaluate.benchmarks[int(number)]
     if kind == ROOT:
         return config.root.model
+    if kind in ("model", "generation") and config.continues and config.parent is not None:
+        return _source_of(config.parent, part)
     return config.data.sources[int(number)] if kind == "data" else config.model
 
 

@@ -13,6 +13,8 @@ from typing import Any, Literal
 from pipeline_lib.config.content import Content
 from pipeline_lib.config.schema import EXPORT_TYPES, FP8, Config
 from pipeline_lib.config.spec_settings import (
+    ADAPTER_PART,
+    PARENT,
     ROOT,
     benchmark_settings,
     download_settings,
@@ -26,7 +28,6 @@ from pipeline_lib.config.spec_settings import (
     tokenize_settings,
     unhashed_in,
 )
-from pipeline_lib.core.stage import Sealed
 from pipeline_lib.core.store import Spec
 from pipeline_lib.core.units import count
 
@@ -155,7 +156,15 @@ _ROWS = (
         module="pipeline_lib.data.download",
         # The generation settings, of a local model only, are published with the result, without
         # effect on the training. A model that another experiment has trained reads its merge.
-        parts={ROOT: (), "model": (), "generation": (), "data": (), "questions": ()},
+        parts={
+            ROOT: (),
+            "model": (),
+            ADAPTER_PART: (),
+            PARENT: (),
+            "generation": (),
+            "data": (),
+            "questions": (),
+        },
         title=lambda config, parts: ", ".join(parts),
         settings=download_settings,
         unhashed=download_where,
@@ -193,7 +202,7 @@ _ROWS = (
         name="train",
         version=4,
         module="pipeline_lib.launch.stage",
-        parts={"train": ("model", "shard")},
+        parts={"train": ("model", ADAPTER_PART, "shard")},
         title=_train_title,
     ),
     Stage(
@@ -226,9 +235,10 @@ _ROWS = (
         parts={
             # It depends on no training: experiments with the same model, data and settings share
             # it.
-            BASELINE: ("model", "generation", "tokenize", "shard"),
+            BASELINE: ("model", PARENT, "generation", "tokenize", "shard"),
             "evaluate": (
                 "model",
+                PARENT,
                 "generation",
                 "tokenize",
                 "shard",
@@ -255,8 +265,8 @@ _ROWS = (
         version=1,
         module="pipeline_lib.evaluate.benchmark",
         parts={
-            BASE_BENCHMARK: ("model", "generation", "questions"),
-            "benchmark": ("model", "generation", "questions", "merge", BASE_BENCHMARK),
+            BASE_BENCHMARK: ("model", PARENT, "generation", "questions"),
+            "benchmark": ("model", PARENT, "generation", "questions", "merge", BASE_BENCHMARK),
         },
         title=_benchmark_title,
         settings=benchmark_settings,
@@ -269,6 +279,7 @@ _ROWS = (
         parts={
             "report": (
                 "model",
+                ADAPTER_PART,
                 "data",
                 "tokenize",
                 "shard",
@@ -324,14 +335,6 @@ def place_of(part: str) -> tuple[int, int]:
     number = part.partition(".")[2]
     place = _PLACES.get(kind_of(part), len(_PLACES))
     return place, int(number) if number.isdecimal() else 0
-
-
-def untrained_model(inputs: Mapping[str, Sealed]) -> Sealed:
-    """Return where a stage finds what no training changes: a model's tokenizer, and its sizes.
-
-    That is the model at the beginning of a chain of experiments, else the model itself.
-    """
-    return inputs[ROOT] if ROOT in inputs else inputs["model"]
 
 
 def onwards(first: str) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline_lib.arch.generation_config import take_generation_config
 from pipeline_lib.arch.not_finite import refuse_not_finite
+from pipeline_lib.arch.weight_files import ADAPTER_FILES
 from pipeline_lib.config.content import (
     DATA_SUFFIXES,
     GENERATION_NAME,
@@ -109,10 +110,23 @@ def local_model(job: Job) -> None:
 
 
 def experiment_model(job: Job) -> None:
-    """Link the files of the model that another experiment has merged, by the hashes of its seal."""
+    """Link the files of the model that another experiment has merged."""
+    _link_merged(job, lambda name: is_model_file(name) or name in LICENCE_FILES)
+
+
+def experiment_adapter(job: Job) -> None:
+    """Link the files of the adapters that another experiment has trained, in their folder."""
+    _link_merged(job, lambda name: name in ADAPTER_FILES)
+
+
+def _link_merged(job: Job, is_wanted: Callable[[str], bool]) -> None:
+    """Link files of the merge of another experiment, by the hashes of its seal.
+
+    Raises IntegrityError if one is not as it was sealed.
+    """
     merged = job.inputs["merge"]
     for name, entry in merged.manifest.files.items():
-        if not is_model_file(name) and name not in LICENCE_FILES:
+        if not is_wanted(name):
             continue
         (job.out / name).parent.mkdir(exist_ok=True)
         is_same = arrival.link(merged.path / name, job.out / name, entry.sha256, job.store.verified)
@@ -226,6 +240,7 @@ def hub_data(job: Job) -> None:
 SOURCES: Mapping[tuple[str, str], Source] = {
     ("model", "local"): local_model,
     ("model", "experiment"): experiment_model,
+    ("adapter", "experiment"): experiment_adapter,
     ("generation", "local"): local_generation,
     ("model", "tiny"): tiny_model,
     ("model", "huggingface"): hub_model,

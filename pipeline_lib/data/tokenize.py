@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from pipeline_lib.config.content import TEMPLATES_FOLDER, TOKENIZER_FILES, tokenizer_files
 from pipeline_lib.config.schema import VALIDATION_SOURCES, Tokenize
 from pipeline_lib.config.section import read_settings
-from pipeline_lib.config.stages import untrained_model
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import canonical_json, sha256_file, sha256_text, write_json
 from pipeline_lib.core.stage import Job, open_sealed
@@ -93,7 +92,7 @@ def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
     counts = {key: value for key, value in total.items() if key not in ("name", "format")}
     counts["prompts"] = total_of(books.trained).counts().prompts
     # The chat template and the tokenizer decide the tokens beside the data.
-    model = untrained_model(job.inputs).folder(*READ_OF_MODEL)
+    model = job.inputs["model"].folder(*READ_OF_MODEL)
     if (model / TEMPLATE_NAME).is_file():
         template_sha256 = sha256_file(model / TEMPLATE_NAME)
     else:
@@ -141,7 +140,7 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
     given = job.spec.settings
     settings = _settings_of(job.spec)
     sources = open_sources(job, given.get("sources"), given.get(VALIDATION_SOURCES, 0))
-    model = untrained_model(job.inputs).folder(*READ_OF_MODEL)
+    model = job.inputs["model"].folder(*READ_OF_MODEL)
     workers = worker_count(sum(sum(source.sizes) for source in sources), cores)
     with (
         losses_explained(model),
@@ -158,7 +157,7 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
                 books.take(encoded, writer, quarantine)
                 progress.update(books.rows, fraction_read(sources, encoded.source))
             writer.finish(len(sources))
-        refuse_too_long(books.too_long, books.rows, settings, untrained_model(job.inputs))
+        refuse_too_long(books.too_long, books.rows, settings, job.inputs["model"])
         for line in (
             *refuse_missing_columns(books.ledgers, sources),
             *idle_names(books.ledgers, sources),

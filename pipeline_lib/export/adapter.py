@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.arch.geometry import OF_HEADS
-from pipeline_lib.arch.weight_files import ADAPTER
+from pipeline_lib.arch.weight_files import ADAPTER_FOLDER, ADAPTER_WEIGHTS, peft_name
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import write_json
@@ -18,7 +18,6 @@ from pipeline_lib.export.write import Entry, finite, write_files
 
 # in the code that loads adapters on a model that no hub has
 UNNAMED_BASE = "FOLDER OF THE BASE MODEL"
-ADAPTER_FOLDER = "adapter"
 
 
 def export_adapter(
@@ -38,17 +37,15 @@ def export_adapter(
 
     folder = out / ADAPTER_FOLDER
     folder.mkdir()
-    # peft leaves the adapter's name out in files, and `.weight` after a magnitude.
     names = {}
     entries = []
     for name, tensor in adapters.items():
-        saved = name.replace(f".{ADAPTER}.", ".")
-        saved = saved.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+        saved = peft_name(name)
         names[saved] = name
         entries.append(Entry(saved, tuple(tensor.shape), torch.float32))
     hashes = write_files(
         out,
-        {f"{ADAPTER_FOLDER}/adapter_model.safetensors": entries},
+        {f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}": entries},
         lambda entry, _: finite(adapters[names[entry.name]], entry),
     )
     modules = {name.partition(".lora_")[0] for name in adapters}

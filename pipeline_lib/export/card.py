@@ -17,6 +17,7 @@ import yaml  # type: ignore[import-untyped]
 from pipeline_lib.config.content import LICENCE_FILES
 from pipeline_lib.config.rope import ROPE, rope_in
 from pipeline_lib.config.schema import FP8, VALIDATION_SOURCES
+from pipeline_lib.config.spec_settings import ADAPTER_PART
 from pipeline_lib.config.train import Train, read_train
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.store import Manifest, Ref
@@ -34,6 +35,7 @@ from pipeline_lib.lineage.record import (
     origin_of,
     parse_lineage,
     parse_manifest,
+    part_of_base,
     settings_in,
     sources_of,
 )
@@ -105,6 +107,7 @@ def model_card(
     lines += _calling(made)
     lines += _adapters(adapter_code)
     lines += _table("Base model", ("from", "sha256"), _files(made, "model"))
+    lines += _table("Adapters trained on", ("from", "sha256"), _files(made, ADAPTER_PART))
     lines += _table("Trained before", ("experiment", "merge", "method", "data"), _before(record))
     of_data = ("source", "rows", "samples kept", "supervised tokens")
     lines += _table("Data", of_data, _sources(ledger))
@@ -377,7 +380,7 @@ def _before(record: Lineage) -> Rows:
     One whose record is damaged or missing ends the rows.
     """
     while True:
-        entry = record.links.get("model")
+        entry = record.links.get(part_of_base(record.links))
         if entry is None or record.base is None:
             return
         try:

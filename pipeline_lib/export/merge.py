@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeline_lib.arch.config_json import read_object, without_quantization
 from pipeline_lib.arch.generation_config import generation_config_of
 from pipeline_lib.arch.rope import stretched
-from pipeline_lib.arch.weight_files import SINGLE_NAME
+from pipeline_lib.arch.weight_files import ADAPTER_FOLDER, SINGLE_NAME
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.content import GENERATION_NAME, LICENCE_FILES, MEDIA_FILES, tokenizer_files
 from pipeline_lib.config.rope import Rope, rope_in
@@ -42,7 +42,7 @@ from pipeline_lib.data.chat_template import (
 )
 from pipeline_lib.data.pool import Limits
 from pipeline_lib.data.template_worker import end_of_turn
-from pipeline_lib.export.adapter import ADAPTER_FOLDER, adapter_code, export_adapter
+from pipeline_lib.export.adapter import adapter_code, export_adapter
 from pipeline_lib.export.card import HUBS, adapter_card, licence_of, model_card
 from pipeline_lib.export.fold import Fold, mean_of, plan_fold
 from pipeline_lib.export.proof import REFUSED, device_for, prove

@@ -1,7 +1,7 @@
 """A model's lineage as its folder stores it: links, training attempts, all stages' manifests."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from pipeline_lib.config.spec_settings import ADAPTER_PART, ROOT
 from pipeline_lib.config.stages import place_of
 from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.files import json_text, read_json, sha256_file, sha256_text
@@ -198,11 +199,13 @@ def lineage_of(inputs: Mapping[str, Sealed], store: Store, say: Say) -> Lineage:
         links[part] = _entry(path, wanted_sha256)
         if manifest.stage == "download":  # what made a base model is in the lineage of that
             continue
-        for name in sorted(manifest.inputs.keys() - asked_for, key=newest_first):
+        for name in sorted(manifest.inputs, key=newest_first):
             entry = manifest.inputs[name]
-            sealed = store.sealed(Ref(entry.stage, entry.digest))
-            waiting.append((name, sealed, entry.manifest_sha256))
-        asked_for |= manifest.inputs.keys()
+            read = part_read(name, entry.digest, inputs["model"].manifest)
+            if read not in asked_for:
+                sealed = store.sealed(Ref(entry.stage, entry.digest))
+                waiting.append((read, sealed, entry.manifest_sha256))
+                asked_for.add(read)
     # Attempts without folder paths, and without the name of a machine that trained alone.
     public = []
     for event in RunRecord.read(inputs["train"].file(EVENTS_NAME)).events:
@@ -210,8 +213,28 @@ def lineage_of(inputs: Mapping[str, Sealed], store: Store, say: Say) -> Lineage:
     attempts = []
     for attempt in RunRecord(public).attempts:
         attempts.append(replace(attempt, end=_FOLDERS.sub("", attempt.end)))
-    base = base_folder(inputs["model"].manifest, store)
+    of_base = inputs["model"].manifest
+    if ADAPTER_PART in links:  # which were trained on this model
+        of_base = parse_manifest(links[ADAPTER_PART].manifest, ADAPTER_PART)
+    base = base_folder(of_base, store)
     return Lineage(links=links, attempts=attempts, base=base)
+
+
+def part_read(name: str, digest: str, trained: Manifest) -> str:
+    """Return the part of the input `name` of a stage before the training of the model `trained`.
+
+    Of a model that another experiment has trained, what needs only a tokenizer read the model at
+    the beginning of the chain: that is the part ROOT.
+    """
+    is_of_experiment = settings_in(trained).get("source") == EXPERIMENT
+    if name == "model" and is_of_experiment and digest != trained.digest:
+        return ROOT
+    return name
+
+
+def part_of_base(links: Collection[str]) -> str:
+    """Return which of `links` the experiment of `base` has made: its adapters, or the model."""
+    return ADAPTER_PART if ADAPTER_PART in links else "model"
 
 
 def _has_public_nodes(event: Mapping[str, Any]) -> bool:

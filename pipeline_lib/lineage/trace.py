@@ -37,6 +37,8 @@ from pipeline_lib.lineage.record import (
     newest_first,
     parse_lineage,
     parse_manifest,
+    part_of_base,
+    part_read,
     read_lineage,
     settings_in,
 )
@@ -131,13 +133,16 @@ def _attach_inputs(merge: _Merge, checks: Checks) -> _Merge | None:
     Returns the merge that made its base model, if this pipeline did.
     """
     seen: dict[str, Traced] = {}
+    of_base = part_of_base(merge.record.links if merge.record is not None else ())
     waiting = [(merge.traced, merge.manifest)]
     base = None
+    model: Manifest | None = None
     while waiting:
         above, manifest = waiting.pop(0)
-        for part in sorted(manifest.inputs, key=newest_first):
-            wanted = manifest.inputs[part]
+        for name in sorted(manifest.inputs, key=newest_first):
+            wanted = manifest.inputs[name]
             ref = Ref(wanted.stage, wanted.digest)
+            part = name if model is None else part_read(name, wanted.digest, model)
             if part in seen:
                 if seen[part].ref != ref:
                     above.problems.append(
@@ -153,7 +158,9 @@ def _attach_inputs(merge: _Merge, checks: Checks) -> _Merge | None:
             found = check(traced, merge.record, checks)
             if found is not None and found.stage != "download":
                 waiting.append((traced, found))
-            if found is not None and part == "model":
+            if part == "model":
+                model = found
+            if found is not None and part == of_base:
                 base = _attach_base(traced, found, merge.record, checks)
     return base
 

@@ -22,6 +22,8 @@ from pipeline_lib.arch.weight_files import (
     copies_of,
     find_headers,
     of_text,
+    peft_name,
+    read_headers,
     refuse_misfit,
 )
 from pipeline_lib.core.errors import DataError
@@ -259,12 +261,18 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
 # its elements (FlatPart).
 
 
-def load_weights(model: nn.Module, folder: Path, device: torch.device, adapter_seed: int) -> None:
+def load_weights(
+    model: nn.Module,
+    folder: Path,
+    device: torch.device,
+    adapter_seed: int,
+    adapter: Path | None = None,
+) -> None:
     """Allocate a meta-device model on `device`, with this rank's shards of the weights in `folder`.
 
     Parameters that already have memory are filled in place. Parameters keep their dtype. Adapters
-    get new values drawn from `adapter_seed`. Raises DataError naming the tensors that do not match
-    config.json.
+    get those of the file `adapter`, or new values drawn from `adapter_seed`. Raises DataError
+    naming the tensors that do not match config.json.
 
     Each rank reads and quantizes its own rows of a quantized linear's weight. Several tensors are
     read at a time.
@@ -285,10 +293,39 @@ def load_weights(model: nn.Module, folder: Path, device: torch.device, adapter_s
             _refuse_other_values(parameter, piece, stored[piece.name])
     for (linear, name), (_, _, (first, *_)) in zip(quantized, sources[len(plain) :], strict=True):
         _quantize(linear, name, first, stored)
-    if has_adapters(model):
+    if adapter is not None:
+        _load_adapters(model, adapter)
+    elif has_adapters(model):
         from pipeline_lib.model.lora import draw_adapters  # loads peft
 
         draw_adapters(model, adapter_seed, put, whole)
+
+
+def _load_adapters(model: nn.Module, file: Path) -> None:
+    """Fill this rank's shards of the adapters of `model` from `file`, which has peft's names.
+
+    Raises DataError unless it holds exactly these tensors.
+    """
+    stored = {header.name: Stored(**vars(header)) for header in read_headers(file)}
+    wanted = {}
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            wanted[peft_name(name)] = parameter
+    differing = sorted(stored.keys() ^ wanted.keys())
+    for name in stored.keys() & wanted.keys():
+        if stored[name].shape != tuple(whole_shape(wanted[name])):
+            differing.append(name)
+    if differing:
+        raise DataError(
+            f"{file}: not the adapters that train.lora describes on this model: "
+            f"{', '.join(differing[:5])}; make rank, targets and dora those of the adapters"
+        )
+    fills = []
+    for name, parameter in wanted.items():
+        tensor = stored[name]
+        everything = Piece(name, (0,) * len(tensor.shape), tensor.shape)
+        fills.append(partial(_fill, parameter, everything, tensor.copy_to))
+    call_all(fills, "adapters")
 
 
 def match_tensors(

@@ -9,7 +9,6 @@ from pipeline_lib.config.compile import training_of
 from pipeline_lib.config.rope import planned_rope
 from pipeline_lib.config.schema import Cluster, Tracking
 from pipeline_lib.config.section import read_settings
-from pipeline_lib.config.stages import untrained_model
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError, DataError, DiskFull
 from pipeline_lib.core.files import write_json, write_text
@@ -34,7 +33,7 @@ def run(job: Job) -> dict[str, Any]:
     """
     settings = job.spec.settings
     shard = job.inputs["shard"].folder(*BLOCK_SIZES)
-    model = untrained_model(job.inputs).folder("config.json")
+    model = job.inputs["model"].folder("config.json")
     geometry = read_geometry(model).stretched(planned_rope(settings))
     blocks = read_blocks(shard)
     held_out = read_index(shard / "validation")

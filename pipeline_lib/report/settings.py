@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from pipeline_lib.config.spec_settings import ADAPTER_PART
 from pipeline_lib.config.train import Train, read_train
 from pipeline_lib.core import units
 from pipeline_lib.core.language import _
@@ -17,6 +18,9 @@ def setting_rows(facts: ReportFacts) -> list[tuple[str, str]]:
     train = read_train(settings_in(facts.manifests["train"]))
     training = facts.training
     model = origin_of(facts.manifests["model"])
+    if ADAPTER_PART in facts.manifests:
+        continued = origin_of(facts.manifests[ADAPTER_PART])
+        model = _("{model}, with the adapters of {origin}").format(model=model, origin=continued)
     steps = units.count(training.steps, _("steps"))
     epochs = units.compact(training.epochs, _("epochs"))
     block = units.count(facts.train_index.block_tokens, _("tokens"))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.utils.logging import set_verbosity_error
 
 from pipeline_lib.arch.families import read_geometry
-from pipeline_lib.arch.weight_files import weights_bytes
+from pipeline_lib.arch.weight_files import ADAPTER_FOLDER, ADAPTER_WEIGHTS, weights_bytes
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.rope import rope_in
 from pipeline_lib.config.train import CHOSEN_KEYS, PLACEMENT_KEYS, Train, read_train
@@ -94,6 +94,13 @@ class RankJob:
         """The folder of this run's checkpoints, events and live metrics."""
         return self.store.run_dir(run_digest(self.spec))
 
+    @property
+    def adapter(self) -> Path | None:
+        """The file of the adapters that are trained on; None for new ones."""
+        if "adapter" not in self.spec.inputs:
+            return None
+        return self.input("adapter") / ADAPTER_FOLDER / ADAPTER_WEIGHTS
+
     def input(self, name: str) -> Path:
         """Return the sealed directory of the input `name`, which the launcher has verified."""
         return self.store.sealed(self.spec.inputs[name])
@@ -144,7 +151,13 @@ def train_rank(
         sizes = _sizes_of(model)
         if world.is_first:
             say(f"train: loading {size(weights_bytes(folder))} of weights")
-        load = partial(load_weights, folder=folder, device=world.device, adapter_seed=train.seed)
+        load = partial(
+            load_weights,
+            folder=folder,
+            device=world.device,
+            adapter_seed=train.seed,
+            adapter=job.adapter,
+        )
         wrapped = strategy.spread(model, load)
         if world.is_first and isinstance(strategy, Zero):
             write_json(job.run_dir / DEEPSPEED_NAME, strategy.config)

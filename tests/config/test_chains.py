@@ -76,10 +76,9 @@ def test_data_and_plan_need_only_the_first_model(tmp_path: Path) -> None:
         specs = found[name].specs
         assert specs["root"].ref == first
         for part in ("tokenize", "plan"):
-            assert specs[part].inputs["root"] == first
-            assert "model" not in specs[part].inputs
+            assert specs[part].inputs["model"] == first
     assert "root" not in found["text"].specs
-    assert found["text"].ref("tokenize") != found["sft"].ref("tokenize")
+    assert found["text"].ref("shard") == found["sft"].ref("shard"), "the same data has one set"
 
 
 def test_a_change_reruns_what_follows_and_nothing_before(tmp_path: Path) -> None:
@@ -164,6 +163,58 @@ def test_an_override_holds_for_each_experiment_and_parents_are_found_by_their_na
     ]
     assert {one.train.seed for one in loaded.configs} == {3}
     assert loaded.configs[2].parent == loaded.configs[1]
+
+
+ADAPTERS = """\
+model: {source: tiny}
+data: {train: [{source: pydoc, max_rows: 60}]}
+train: {method: lora, lora: {rank: 8}, epochs: 1}
+experiments:
+  sft: {}
+  on:
+    model: {source: experiment, name: sft, adapter: continue}
+    train: {lr: 1.0e-5}
+"""
+
+
+def test_adapters_are_trained_on_beside_the_model_that_had_them(tmp_path: Path) -> None:
+    found = opened(tmp_path, ADAPTERS)
+
+    sft, on = found["sft"].specs, found["on"].specs
+    assert on["model"] == sft["model"]
+    assert on["adapter"].inputs == on["parent"].inputs == {"merge": sft["merge"].ref}
+    assert on["train"].inputs == {
+        "model": sft["model"].ref,
+        "adapter": on["adapter"].ref,
+        "shard": sft["shard"].ref,
+    }
+    for part in ("baseline", "evaluate"):  # it is compared with what its parent merged
+        assert on[part].inputs["model"] == on["parent"].ref
+    dag = Dag.open(tmp_path / "chain.yaml", Store(tmp_path / "store"))
+    thawed = Dag.thaw(dag.freeze(), dag.store)
+    assert [one.specs for one in thawed.experiments] == [one.specs for one in dag.experiments]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("{lr: 1.0e-5}", "{lora: {rank: 4}}", "line 8: train.lora.rank: the adapters of "),
+        ("{lr: 1.0e-5}", "{lora: {alpha: 4}}", "line 8: train.lora.alpha: the adapters of "),
+        ("{lr: 1.0e-5}", "{method: full}", "line 7: model.adapter: continue needs train.method"),
+        ("sft: {}", "sft: {train: {method: full}}", "line 7: model.adapter: experiment 'sft'"),
+        (
+            "sft: {}",
+            "sft: {model: {source: tiny, rope: {type: yarn, factor: 2}}}",
+            "line 7: model.adapter: continue does not work with the model.rope",
+        ),
+    ],
+)
+def test_adapters_of_another_kind_are_refused(
+    tmp_path: Path, old: str, new: str, said: str
+) -> None:
+    text = ADAPTERS.replace("lora: {rank: 8}, ", "") if "full" in new else ADAPTERS
+    [problem] = problems_of(written(tmp_path, text.replace(old, new)))
+    assert problem.startswith(said)
 
 
 WRONG = {

@@ -56,6 +56,7 @@ VALUES: dict[str, Any] = {
     "model(huggingface).rope": {"type": "yarn", "factor": 4.0},
     "model(experiment).name": "other",
     "model(experiment).config": "other.yaml",
+    "model(experiment).adapter": "continue",
     "model(experiment).rope": {"type": "yarn", "factor": 4.0},
     "data.train(pydoc).weight": 0.5,
     "data.train(pydoc).max_rows": 100,
@@ -262,6 +263,9 @@ def test_a_key_changes_what_the_table_says_and_nothing_else(key: str) -> None:
         affected.add("baseline")  # the base's evaluation, of the same stage
     if is_of_model or plain(key) in {"model.rope", "evaluate.benchmarks", *ASKED_WITH}:
         affected.add("base_benchmark")
+
+    if key == "model(experiment).adapter":  # the model is that of the parent, and these are beside
+        affected |= {"model", "adapter", "parent"}
 
     before = compiled(with_benchmark(base_of(key)))
     assert changed(before, compiled(with_benchmark(with_value(key, VALUES[key])))) == affected

@@ -69,7 +69,7 @@ def test_the_examples_of_chains_pass(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Path("my.yaml").write_text(block, encoding="utf-8")
         chains.append([len(config.chain) for config in load_configs(Path("my.yaml"))])
 
-    assert chains == [[1, 2], [2], [1, 2, 2, 2]]
+    assert chains == [[1, 2], [2], [1, 2], [1, 2, 2, 2]]
 
 
 def test_every_key_has_a_row_with_its_meaning() -> None:

@@ -130,6 +130,53 @@ def load(folder: Path, train: Train = FULL) -> torch.nn.Module:
     return model
 
 
+def saved_by_peft(folder: Path, lora: Lora) -> tuple[Path, dict[str, Values]]:
+    """Adapters with other values than new ones have, as peft saves them; and these values."""
+    torch.manual_seed(3)
+    model = add_adapters(load_base(folder, torch.float32), lora, seed=3)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = torch.rand_like(parameter)
+    model.save_pretrained(str(folder / "adapter"))
+    values = values_of(model)
+    return folder / "adapter" / "adapter_model.safetensors", {
+        name: each for name, each in values.items() if ".lora_" in name
+    }
+
+
+def load_continued(
+    environ: Mapping[str, str], folder: Path, train: Train, strategy: str, adapter: Path
+) -> dict[str, Values]:
+    """The adapters after loading those of the file `adapter`, gathered from the ranks."""
+    world = World.from_env(environ, "cpu")
+    with process_group(world, 30):
+        model, _ = spread(folder, world, train, strategy, adapter)
+        return {name: each for name, each in values_of(model).items() if ".lora_" in name}
+
+
+@pytest.mark.parametrize("lora", [LORA.lora, Lora(rank=4, dora=True)], ids=["lora", "dora"])
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("fsdp", 3)])
+def test_adapters_that_peft_has_saved_are_trained_on_from_their_values(
+    tmp_path: Path, strategy: str, ranks: int, lora: Lora
+) -> None:
+    folder = write_dense(tmp_path, tied=False)
+    adapter, expected = saved_by_peft(folder, lora)
+    train = Train(method="lora", precision="fp32", lora=lora, seed=7)
+    for found in run_ranks(load_continued, ranks, folder, train, strategy, adapter).values():
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    "other", [Lora(rank=8), Lora(rank=4, targets=("q_proj",)), Lora(rank=4, dora=True)]
+)
+def test_adapters_of_another_kind_are_refused(tmp_path: Path, other: Lora) -> None:
+    folder = write_dense(tmp_path, tied=False)
+    adapter, _ = saved_by_peft(folder, Lora(rank=4))
+    model = build_trainable(folder, Train(method="lora", precision="fp32", lora=other))
+    with pytest.raises(DataError, match="not the adapters that train.lora describes"):
+        load_weights(model, folder, CPU, 0, adapter)
+
+
 @pytest.mark.parametrize("train", [FULL, LORA], ids=["full", "lora"])
 def test_a_tied_weight_may_be_stored_as_the_head(tmp_path: Path, train: Train) -> None:
     folder = write_dense(tmp_path, tied=True)

@@ -136,11 +136,16 @@ def write_random(folder: Path, model: PreTrainedModel, dtype: torch.dtype, **sav
     return folder
 
 
-def spread(folder: Path, world: World, train: Train, strategy: str) -> tuple[nn.Module, nn.Module]:
-    """The model in `folder`, loaded and spread as a rank does it, and the module to call."""
+def spread(
+    folder: Path, world: World, train: Train, strategy: str, adapter: Path | None = None
+) -> tuple[nn.Module, nn.Module]:
+    """The model in `folder`, loaded and spread as a rank does it, and the module to call.
+
+    Its adapters are those of the file `adapter`, or new ones.
+    """
     model = build_trainable(folder, train)
     wrapped = make_strategy(world, train.model_copy(update={"strategy": strategy}), 1).spread(
-        model, lambda empty: load_weights(empty, folder, world.device, train.seed)
+        model, lambda empty: load_weights(empty, folder, world.device, train.seed, adapter)
     )
     return model, wrapped
 
