@@ -9,6 +9,10 @@ from pipeline_lib.arch.rope import scaling_in
 
 # llama.cpp's name of the architecture, by the model_type of config.json
 ARCHITECTURES = {"qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+LACKING_QUANTIZER = (
+    "needs llama.cpp's quantizer: install the extra `llamacpp` (`pip install -e '.[llamacpp]'`, "
+    "which builds llama.cpp), or export gguf-q8_0"
+)
 _SCALINGS = ("", "yarn")
 # of YaRN; llama.cpp computes all else as transformers does by default
 _YARN_KEYS = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"}

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat
 
-from pipeline_lib.config.section import Fraction, LocalPath, Positive, Section, Tokens
+from pipeline_lib.config.section import Fraction, LocalPath, Positive, Section, Seed, Tokens
 
 Scoring = Literal["exact", "contains", "number", "choice"]
 Difference = Annotated[FiniteFloat, Field(ge=-1.0, le=1.0)]
@@ -29,6 +29,16 @@ class Benchmark(Section):
     max_new_tokens: Tokens = Field(256, description="maximum length of an answer in tokens")
     max_questions: Positive | None = Field(
         None, description="ask only this many questions, from the beginning"
+    )
+    few_shot: Annotated[int, Field(ge=0, le=100)] = Field(
+        0,
+        description="rows from the beginning that are shown with their answers before each "
+        "question, and are not asked",
+    )
+    seed: Seed | None = Field(
+        None,
+        description="draw the rows of `few_shot` and `max_questions` at random by this number, not "
+        "from the beginning",
     )
     thinking: bool = Field(
         False, description="let the models think before they answer, by their chat template"

@@ -549,7 +549,7 @@ def _question_content(
         problems.append(f"{key}: {str(path)!r} is no file here ({Path.cwd()}){_hint(str(path))}")
         return {}
     try:
-        read_questions(path, benchmark.score, benchmark.max_questions)
+        read_questions(path, benchmark)
     except DataError as error:
         problems.append(f"{key}: {error}")
         return {}

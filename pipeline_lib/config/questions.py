@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.config.benchmarks import Scoring
+from pipeline_lib.config.benchmarks import Benchmark, Scoring
 from pipeline_lib.core.errors import DataError
 
 QUESTIONS_NAME = "questions.jsonl"  # of the file in the store
@@ -39,22 +39,64 @@ class BenchmarkQuestion:
         return sha256(content.encode()).hexdigest()[:16]
 
 
-def read_questions(path: Path, score: Scoring, most: int | None = None) -> list[BenchmarkQuestion]:
-    """Return the questions of the file at `path`, the first `most` of them.
+@dataclass(frozen=True)
+class QuestionSet:
+    """The questions that a benchmark asks, and those that it shows before them with an answer."""
 
-    Raises DataError naming the file and the first line that is no question, or if there is none.
+    asked: list[BenchmarkQuestion]
+    examples: list[BenchmarkQuestion]
+
+    def messages_of(self, question: BenchmarkQuestion) -> list[dict[str, str]]:
+        """Return the conversation that asks `question`, with the examples behind its system text."""
+        if not self.examples:
+            return list(question.messages)
+        system = [message for message in question.messages if message["role"] == "system"]
+        own = [message for message in question.messages if message["role"] != "system"]
+        shown: list[dict[str, str]] = []
+        for example in self.examples:
+            shown += [message for message in example.messages if message["role"] != "system"]
+            shown.append({"role": "assistant", "content": example.right[0]})
+        return [*system, *shown, *own]
+
+    def text_of(self, question: BenchmarkQuestion) -> str:
+        """Return what asks `question` of a model without a chat template."""
+        shown = [f"{example.text}\n{example.right[0]}\n\n" for example in self.examples]
+        return "".join([*shown, question.text])
+
+
+def read_questions(path: Path, benchmark: Benchmark) -> QuestionSet:
+    """Return what `benchmark` asks and shows of the questions in the file at `path`.
+
+    Raises DataError naming the file and the first line that is no question, or if no row is left to
+    ask.
     """
+    most = None
+    if benchmark.max_questions is not None and benchmark.seed is None:
+        most = benchmark.few_shot + benchmark.max_questions
     found: list[BenchmarkQuestion] = []
     for number, row in _rows(path):
-        if most is not None and len(found) == most:
+        if len(found) == most:
             break
         try:
-            found.append(_question(row, score))
+            found.append(_question(row, benchmark.score))
         except _NoQuestion as error:
             raise DataError(f"{path}: line {number}: {error}") from error
     if not found:
         raise DataError(f"{path}: it has no questions; write one on each line, as {_FORM}")
-    return found
+    if len(found) <= benchmark.few_shot:
+        raise DataError(
+            f"{path}: {benchmark.name}: few_shot shows {benchmark.few_shot} of its {len(found)} "
+            "questions, and none is left to ask; lower it"
+        )
+    if benchmark.seed is not None:
+        found.sort(key=lambda question: _drawn(question, benchmark.seed))
+    asked = found[benchmark.few_shot :][: benchmark.max_questions]
+    return QuestionSet(asked, found[: benchmark.few_shot])
+
+
+def _drawn(question: BenchmarkQuestion, seed: int | None) -> str:
+    """Return by what questions are sorted to be drawn at random."""
+    return sha256(f"{seed} {question.key}".encode()).hexdigest()
 
 
 class _NoQuestion(Exception):

@@ -564,7 +564,8 @@ class Evaluate(Section):
 
 
 FP8 = "fp8"
-ExportType = Literal["gguf-f16", "gguf-q8_0", "fp8"]
+Q4_K_M = "gguf-q4_k_m"
+ExportType = Literal["gguf-f16", "gguf-q8_0", "gguf-q4_k_m", "fp8"]
 EXPORT_TYPES: tuple[str, ...] = get_args(ExportType)
 
 
@@ -597,7 +598,8 @@ class Config(Section):
     export: tuple[ExportType, ...] = Field(
         (),
         description="the merged model for other programs, each read back and compared with it: "
-        "`gguf-f16`, `gguf-q8_0` for llama.cpp and Ollama, `fp8` for vLLM and SGLang",
+        "`gguf-f16`, `gguf-q8_0`, `gguf-q4_k_m` (needs the extra `llamacpp`) for llama.cpp and "
+        "Ollama, `fp8` for vLLM and SGLang",
     )
     report: Report = Report()
 

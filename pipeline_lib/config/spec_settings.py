@@ -37,7 +37,7 @@ USE_KEYS = frozenset(Weighted.model_fields)
 # In the spec of a merge of several checkpoints: how far they are apart.
 SAVE_EVERY_STEPS = "save_every_steps"
 # Keys of a benchmark that decide which questions it asks.
-ASKED_KEYS = ("name", "score", "max_questions")
+ASKED_KEYS = ("name", "score", "max_questions", "few_shot", "seed")
 # Keys of `tokenize` and `shard` that decide whether a result is accepted and into how many files it
 # is cut, but not what it holds. They are not hashed; `plan/preflight.py` judges results that are
 # sealed already.

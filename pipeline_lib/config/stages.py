@@ -38,10 +38,10 @@ Unhashed = Callable[[Config, str], dict[str, Any]]
 # What a stage instance does, given its parts: `model`, `data.0`.
 Title = Callable[[Config, Sequence[str]], str]
 # What a SLURM job with one task does, by which `slurm/sizing.py` computes its request.
-JobKind = Literal["tokenize", "pack", "read", "load", "merge", "evaluate"]
+JobKind = Literal["tokenize", "pack", "read", "load", "merge", "evaluate", "benchmark"]
 
 # Jobs of these kinds open files of weights, on a GPU where there is one.
-OPENS_WEIGHTS: frozenset[JobKind | None] = frozenset({"load", "merge", "evaluate"})
+OPENS_WEIGHTS: frozenset[JobKind | None] = frozenset({"load", "merge", "evaluate", "benchmark"})
 
 # of the formats, as their files say it
 GGUF_VERSION = 3
@@ -255,7 +255,7 @@ _ROWS = (
         name="overlap",
         version=1,
         module="pipeline_lib.data.overlap",
-        parts={"overlap": ("model", "shard", "questions")},
+        parts={"overlap": (ROOT, "model", "shard", "questions")},
         title=lambda *_: "which questions of benchmarks stand in the training rows",
         settings=overlap_settings,
         job="read",
@@ -270,7 +270,7 @@ _ROWS = (
         },
         title=_benchmark_title,
         settings=benchmark_settings,
-        job="evaluate",
+        job="benchmark",
     ),
     Stage(
         name="report",

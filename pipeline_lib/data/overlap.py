@@ -14,9 +14,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from pipeline_lib.config.benchmarks import Scoring
+from pipeline_lib.config.benchmarks import Benchmark
 from pipeline_lib.config.content import WEIGHTS_SUFFIXES
 from pipeline_lib.config.questions import QUESTIONS_NAME, BenchmarkQuestion, read_questions
+from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.text import Progress
@@ -81,9 +82,9 @@ def run(job: Job) -> dict[str, Any]:
     asked: list[tuple[str, BenchmarkQuestion]] = []
     for number, settings in enumerate(job.spec.settings["benchmarks"]):
         path = job.inputs[f"questions.{number}"].file(QUESTIONS_NAME)
-        score: Scoring = settings.get("score", "exact")
-        for question in read_questions(path, score, settings.get("max_questions")):
-            asked.append((settings["name"], question))
+        benchmark = read_settings(Benchmark, {**settings, "path": str(path)})
+        for question in read_questions(path, benchmark).asked:
+            asked.append((benchmark.name, question))
     searched = Searched()
     short = set()
     for number, (_, question) in enumerate(asked):

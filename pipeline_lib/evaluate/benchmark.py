@@ -19,7 +19,12 @@ from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.arch.generation_config import generation_config_of
 from pipeline_lib.arch.weight_files import weights_bytes
 from pipeline_lib.config.benchmarks import Benchmark
-from pipeline_lib.config.questions import QUESTIONS_NAME, BenchmarkQuestion, read_questions
+from pipeline_lib.config.questions import (
+    QUESTIONS_NAME,
+    BenchmarkQuestion,
+    QuestionSet,
+    read_questions,
+)
 from pipeline_lib.config.rope import Rope, rope_in
 from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.config.section import read_settings
@@ -62,7 +67,7 @@ class Asked:
     """A benchmark with its questions."""
 
     settings: Benchmark
-    questions: list[BenchmarkQuestion]
+    questions: QuestionSet
 
 
 def _asked_of(job: Job) -> tuple[list[Asked], dict[str, Any]]:
@@ -71,8 +76,7 @@ def _asked_of(job: Job) -> tuple[list[Asked], dict[str, Any]]:
     for number, settings in enumerate(job.spec.settings["benchmarks"]):
         path = job.inputs[f"questions.{number}"].file(QUESTIONS_NAME)
         benchmark = read_settings(Benchmark, {**settings, "path": str(path)})
-        questions = read_questions(path, benchmark.score, benchmark.max_questions)
-        asked.append(Asked(benchmark, questions))
+        asked.append(Asked(benchmark, read_questions(path, benchmark)))
     return asked, job.spec.settings.get("context", {})
 
 
@@ -127,7 +131,7 @@ def _ask(
     `rope` and `generation` are what its files lack.
     """
     benchmarks, context = _asked_of(job)
-    total = sum(len(asked.questions) for asked in benchmarks)
+    total = sum(len(asked.questions.asked) for asked in benchmarks)
     model = _load(folder, benchmarks, rope, job)
     if generation:
         model.generation_config = GenerationConfig.from_dict(dict(generation))
@@ -185,7 +189,7 @@ class Respondent:
         )
         stops = stops_of(self.model)
         found = []
-        for question, prompt, tokens in zip(asked.questions, prompts, answered, strict=True):
+        for question, prompt, tokens in zip(asked.questions.asked, prompts, answered, strict=True):
             is_ended = bool(tokens) and tokens[-1] in stops
             said = str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
             was_right = is_right(said, question.right, asked.settings.score)
@@ -193,11 +197,12 @@ class Respondent:
             found.append(_answer(asked, question, said, was_right, faults))
         return found
 
-    def _prompts(self, questions: Sequence[BenchmarkQuestion], context: Context) -> list[str]:
+    def _prompts(self, questions: QuestionSet, context: Context) -> list[str]:
         """Return the rendered prompts; without a chat template, what the user asks last."""
         if not has_template(self.folder):
-            return [question.text for question in questions]
-        return render(self.folder, [question.messages for question in questions], context)
+            return [questions.text_of(question) for question in questions.asked]
+        conversations = [questions.messages_of(question) for question in questions.asked]
+        return render(self.folder, conversations, context)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -207,7 +212,7 @@ class Respondent:
         """Return the choice that the model finds most probable by byte, for each question."""
         progress = self._progress()
         found: list[BenchmarkAnswer] = []
-        for question, prompt in zip(asked.questions, prompts, strict=True):
+        for question, prompt in zip(asked.questions.asked, prompts, strict=True):
             encoded = [self._encode(choice) for choice in question.choices]
             nats = choice_nats(self.model, self._encode(prompt), encoded)
             by_byte = [

@@ -16,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 
 from pipeline_lib.config.content import LICENCE_FILES
 from pipeline_lib.config.rope import ROPE, rope_in
-from pipeline_lib.config.schema import FP8, VALIDATION_SOURCES
+from pipeline_lib.config.schema import FP8, Q4_K_M, VALIDATION_SOURCES
 from pipeline_lib.config.spec_settings import ADAPTER_PART
 from pipeline_lib.config.train import Train, read_train
 from pipeline_lib.core.errors import IntegrityError
@@ -54,7 +54,7 @@ SHOWN = ("precision", "optimizer", "lr", "lr_schedule", "global_batch_tokens", "
 _DTYPES = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _HEAD = "lm_head"
 # `--weights` of `qwen3 certify` for a server of an export
-_CERTIFIED_AS = {"gguf-f16": "bf16", "gguf-q8_0": "fp8", FP8: "fp8"}
+_CERTIFIED_AS = {"gguf-f16": "bf16", "gguf-q8_0": "fp8", Q4_K_M: "4bit", FP8: "fp8"}
 _MARKUP = str.maketrans({character: f"\\{character}" for character in "\\`*_[]|~#"})
 Rows = Iterable[Sequence[str]]
 

@@ -33,11 +33,21 @@ from pipeline_lib.data.chat_template import (
 from pipeline_lib.data.encode import TOKENIZER_NAME, load_tokenizer
 from pipeline_lib.model.weights import Stored, find_tensors
 
+# What llama.cpp's quantizer is given: the values as they are stored.
+AS_BF16 = "gguf-bf16"
+AS_F32 = "gguf-f32"
 # of an export's matrices, by its name in the config
-TYPES = {"gguf-f16": GGMLQuantizationType.F16, "gguf-q8_0": GGMLQuantizationType.Q8_0}
+TYPES = {
+    "gguf-f16": GGMLQuantizationType.F16,
+    "gguf-q8_0": GGMLQuantizationType.Q8_0,
+    AS_BF16: GGMLQuantizationType.BF16,
+    AS_F32: GGMLQuantizationType.F32,
+}
 _FILE_TYPES = {
     "gguf-f16": gguf.LlamaFileType.MOSTLY_F16,
     "gguf-q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+    AS_BF16: gguf.LlamaFileType.MOSTLY_BF16,
+    AS_F32: gguf.LlamaFileType.ALL_F32,
 }
 _ROUTER = "ffn_gate_inp"  # stays in fp32, as llama.cpp has it
 _HEAD = "lm_head.weight"

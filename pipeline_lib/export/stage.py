@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.config.schema import FP8
+from pipeline_lib.config.schema import FP8, Q4_K_M
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.files import read_json, require_space, write_json, write_text
 from pipeline_lib.core.language import N_
@@ -20,6 +20,7 @@ from pipeline_lib.export.fp8 import plan_folder
 from pipeline_lib.export.gguf_file import file_name, plan_file
 from pipeline_lib.export.modelfile import MODELFILE, modelfile
 from pipeline_lib.export.proof import REFUSED, device_for
+from pipeline_lib.export.quantizer import plan_source, quantize
 from pipeline_lib.lineage.record import LINEAGE_NAME, parse_lineage
 from pipeline_lib.model.probe import PROBE_NAME
 from pipeline_lib.records.export import ExportParity
@@ -64,9 +65,15 @@ def _write_folder(job: Job, merged: Path) -> None:
 
 def _write_file(job: Job, kind: str, merged: Path) -> None:
     name = file_name(kind)
-    file = plan_file(merged, kind)
+    is_quantized = kind == Q4_K_M
+    file = plan_source(merged) if is_quantized else plan_file(merged, kind)
+    path = job.out / (f"{name}.source" if is_quantized else name)
     _begin(job, kind, file.size_bytes)
-    file.write(job.out / name, f"{file.config['model_type']} {job.spec.inputs['merge'].digest}")
+    file.write(path, f"{file.config['model_type']} {job.spec.inputs['merge'].digest}")
+    if is_quantized:
+        job.spans.begin("quantize", file.size_bytes)
+        quantize(path, job.out / name)
+        path.unlink()
     write_text(job.out / MODELFILE, modelfile(merged, name))
 
 

@@ -15,6 +15,7 @@ from pipeline_lib.core.language import N_, _
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import GIGA, gib, gigabytes, rounded
 from pipeline_lib.plan.amounts import expected_workload
+from pipeline_lib.plan.benchmarks import Asking, askings_of
 from pipeline_lib.plan.case import Case
 from pipeline_lib.plan.choose import Choice, choose
 from pipeline_lib.plan.cluster import Measured, machine_of, measured_of
@@ -93,7 +94,8 @@ class Question:
     costs that conversations become several samples; it is empty if that costs nothing or is not
     known yet. `estimated` are the steps by the first rows of the files, where there are no blocks.
     `data_bytes` is the size of the raw data, None if it is not known or read already; near
-    duplicates in it are searched for if `has_near_duplicates`.
+    duplicates in it are searched for if `has_near_duplicates`. `askings` are what the benchmarks
+    ask, `exports` the kinds of exports, and `averaged` the number of checkpoints in the merge.
     """
 
     experiment: str
@@ -111,6 +113,9 @@ class Question:
     evaluate: Evaluate = Evaluate()
     data_bytes: int | None = None
     has_near_duplicates: bool = False
+    askings: tuple[Asking, ...] = ()
+    exports: tuple[str, ...] = ()
+    averaged: int = 1
 
     @property
     def ranks(self) -> Ranks:
@@ -167,6 +172,9 @@ def question_of(config: Config, store: Store) -> Question:
         evaluate=config.asked,
         data_bytes=_data_bytes(config),
         has_near_duplicates=config.tokenize.near_duplicates is not None,
+        askings=askings_of(config),
+        exports=config.export,
+        averaged=1 if config.merge.average is None else config.merge.average.last,
     )
 
 
@@ -342,7 +350,17 @@ def run_of(question: Question) -> Run:
     cluster = question.cluster
     train = question.train
     evaluate = question.evaluate
-    return Run(cluster, train, evaluate, question.geometry, question.workload, question.machine)
+    return Run(
+        cluster,
+        train,
+        evaluate,
+        question.geometry,
+        question.workload,
+        question.machine,
+        question.askings,
+        question.exports,
+        question.averaged,
+    )
 
 
 def _stages(question: Question, train: Train, memory: Memory, host_bytes: int) -> tuple[Need, ...]:

@@ -280,6 +280,17 @@ def pass_s(geometry: Geometry, tokens: float, speeds: Speeds) -> float:
     return 2 * geometry.matmul_parameters * tokens / speeds.matmul_flop_s
 
 
+def step_s(geometry: Geometry, rows: float, number_bytes: int, speeds: Speeds) -> float:
+    """Return the seconds of the next token of a batch of `rows` answers.
+
+    It reads all weights that the batch multiplies.
+    """
+    weights_bytes = number_bytes * geometry.matmul_parameters
+    reading_s = weights_bytes / speeds.memory_bytes_s
+    launching_s = geometry.layers * _LAUNCHES * speeds.launch_s
+    return max(reading_s, launching_s, pass_s(geometry, rows, speeds))
+
+
 def scored_tokens(workload: Workload) -> tuple[float, float]:
     """Return the tokens that the base and the tuned model score, padding included.
 
@@ -346,7 +357,6 @@ def evaluation_s(
     On several GPUs each token of an answer passes through them one after the other.
     """
     number_bytes = HALF_BYTES if machine.is_gpu else FP32_BYTES
-    weights_bytes = number_bytes * geometry.matmul_parameters
     prompts = MODELS * answers.answers * workload.document_tokens
     # fp32 products of two to eight rows take CPUs as long as the rows one by one (measured)
     most = 1
@@ -358,13 +368,10 @@ def evaluation_s(
     rows = answers.answers / max(1, batches)
 
     def computing_s(speeds: Speeds) -> float:
-        """Return the seconds at these speeds; each step reads all weights its batch multiplies."""
-        step_s = max(
-            weights_bytes / speeds.memory_bytes_s, geometry.layers * _LAUNCHES * speeds.launch_s
-        )
-        step_s = max(step_s, pass_s(geometry, rows, speeds))
+        """Return the seconds at these speeds."""
+        one_s = step_s(geometry, rows, number_bytes, speeds)
         passed = pass_s(geometry, sum(scored_tokens(workload)) + prompts, speeds)
-        return passed + MODELS * batches * answers.new_tokens * step_s
+        return passed + MODELS * batches * answers.new_tokens * one_s
 
     return figure_of({end: computing_s(machine.speeds(end)) for end in End})
 

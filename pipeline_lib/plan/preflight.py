@@ -53,7 +53,7 @@ from pipeline_lib.plan.known import (
 )
 from pipeline_lib.plan.machine import Machine, Ranks
 from pipeline_lib.plan.predict import fits, lacks_host_memory
-from pipeline_lib.plan.stages import Run, later_problems, stored_bytes
+from pipeline_lib.plan.stages import Run, later_problems, run_of_config, stored_bytes
 
 # Refusals before any job is submitted: in `snakemake -n`, and in `qwen3 check`.
 #
@@ -231,7 +231,7 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
     if geometry is None:
         return
     workload = expected_workload(config, geometry.vocab)
-    run = Run(config.cluster, config.train, config.asked, geometry, workload, machine)
+    run = run_of_config(config, geometry, workload, machine)
     yield from too_little_disk(run, config, store)
     batch_blocks = config.train.batch_blocks(workload.block_tokens, workload.samples_per_block)
     held = held_keys(config.train)

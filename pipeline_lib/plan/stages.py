@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from pipeline_lib.arch.geometry import FP32_BYTES, HALF_BYTES, Geometry
 from pipeline_lib.arch.layers import PROBE_TOKENS
 from pipeline_lib.config.content import data_files
-from pipeline_lib.config.schema import Cluster, Config, Evaluate, FileData
+from pipeline_lib.config.schema import FP8, Q4_K_M, Cluster, Config, Evaluate, FileData
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import GIB, gigabytes
+from pipeline_lib.plan.benchmarks import Asking, asking_s, askings_of, in_words
 from pipeline_lib.plan.evaluation import (
+    ANSWERING_BYTES,
     BATCH_TOKENS,
     CPU_BYTES,
     Answers,
@@ -55,6 +57,8 @@ ADAPTERS_IN_PROOF_BYTES = GIB
 # bf16.
 _FP32_SLOWDOWN = 16
 _UNKNOWN_PARAMETERS = 10**10
+# of an exported weight, with its share of scales and of what keeps 16 bits
+_EXPORTED_BYTES = {"gguf-f16": 2.0, "gguf-q8_0": 1.07, Q4_K_M: 0.65, FP8: 1.3}
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,9 @@ class Run:
     geometry: Geometry | None
     workload: Workload
     machine: Machine | None
+    askings: tuple[Asking, ...] = ()
+    exports: tuple[str, ...] = ()
+    averaged: int = 1  # checkpoints in the merge
 
     @property
     def parameters(self) -> int:
@@ -110,6 +117,24 @@ class Run:
         if self.geometry is None or self.answers is None or machine is None:
             return None
         return evaluation_s(self.geometry, self.workload, self.answers, machine)
+
+
+def run_of_config(
+    config: Config, geometry: Geometry | None, workload: Workload, machine: Machine | None
+) -> Run:
+    """Return what is known of the experiment of `config` for its stages."""
+    average = config.merge.average
+    return Run(
+        config.cluster,
+        config.train,
+        config.asked,
+        geometry,
+        workload,
+        machine,
+        askings_of(config),
+        config.export,
+        1 if average is None else average.last,
+    )
 
 
 def local_data_bytes(config: Config) -> int:
@@ -166,6 +191,7 @@ def merge_need(run: Run, read_bytes: int) -> Need:
     gpus = int(run.cluster.gpus_per_node > 0)
     gpu_bytes = 0
     work_s = verifying_s(read_bytes) + 5 * read_bytes / FILE_BYTES_S + read_bytes / _HASH_BYTES_S
+    work_s += 3 * (run.averaged - 1) * trained_bytes(run) / FILE_BYTES_S
     largest = max_tensor = _UNKNOWN_PARAMETERS // 10
     at_once = 2 * max_tensor  # of the embedding and the head; all others are small
     if run.geometry is not None:
@@ -192,7 +218,8 @@ def merge_need(run: Run, read_bytes: int) -> Need:
     )
     if run.train.method == "lora":
         adapters_bytes = trained_bytes(run)
-        host_bytes += adapters_bytes + min(adapters_bytes, ADAPTERS_IN_PROOF_BYTES)
+        kept_bytes = adapters_bytes + min(adapters_bytes, ADAPTERS_IN_PROOF_BYTES)
+        host_bytes += run.averaged * kept_bytes
     return Need(
         "merge", cpus, host_bytes, work_s, gpus, gpu_bytes, disk_bytes=HALF_BYTES * run.parameters
     )
@@ -250,6 +277,48 @@ def evaluation_need(run: Run, read_bytes: int, most_cpus: int | None = None) -> 
     )
 
 
+def benchmark_need(run: Run, read_bytes: int, most_cpus: int | None = None) -> Need:
+    """Return what one of both models takes to answer the benchmarks, of `read_bytes` bytes.
+
+    It is loaded once. `most_cpus` is the number of CPUs of the largest node without GPUs, if known.
+    """
+    loading = replace(loading_need(run, read_bytes, most_cpus), stage="benchmark")
+    if run.geometry is None or not run.askings:
+        return loading
+    gpu_bytes = 0
+    host_bytes = loading.host_bytes
+    if loading.gpus:
+        gpu_bytes = math.ceil(HALF_BYTES * run.parameters / loading.gpus) + ANSWERING_BYTES
+    else:
+        host_bytes += ANSWERING_BYTES
+    machine = run.machine if loading.gpus else cpus_of(loading.cpus)
+    work_s = loading.work_s or 0.0
+    if machine is not None:
+        work_s += asking_s(run.geometry, run.askings, machine).high
+    return replace(
+        loading,
+        host_bytes=host_bytes,
+        gpu_bytes=gpu_bytes,
+        work_s=work_s,
+        note=in_words(run.askings),
+    )
+
+
+def export_need(run: Run, kind: str, read_bytes: int) -> Need:
+    """Return what the export `kind` of the merged model takes, of `read_bytes` bytes.
+
+    It is written, read back and proven as the merge is, which takes no less.
+    """
+    return replace(
+        merge_need(run, read_bytes), stage=kind, disk_bytes=exported_bytes(run.parameters, kind)
+    )
+
+
+def exported_bytes(parameters: int, kind: str) -> int:
+    """Return what the export `kind` of so many parameters takes on the disk, roughly."""
+    return math.ceil(_EXPORTED_BYTES[kind] * parameters)
+
+
 # The stages of a run in order, before it has begun.
 
 
@@ -280,6 +349,9 @@ def needs_of(
     if data_bytes is not None:
         data = [replace(tokenize_need(has_near_duplicates, data_bytes), disk_bytes=2 * data_bytes)]
         data.append(replace(shard_need(2 * data_bytes), disk_bytes=2 * data_bytes))
+    merged = merge_need(run, model_bytes + trained_bytes(run))
+    exports = [export_need(run, kind, model_bytes) for kind in run.exports]
+    benchmarks = [benchmark_need(run, model_bytes)] if run.askings else []
     return [
         Need(
             "download",
@@ -290,8 +362,10 @@ def needs_of(
         ),
         *data,
         of_train,
-        merge_need(run, model_bytes + trained_bytes(run)),
+        merged,
+        *exports,
         evaluation_need(run, 2 * model_bytes),
+        *benchmarks,
     ]
 
 
@@ -306,12 +380,17 @@ def stored_bytes(run: Run, is_downloaded: bool) -> dict[str, int]:
     """Return what a run writes to the store's disk from now on, by name; the data is left out."""
     model_bytes = HALF_BYTES * run.parameters
     checkpoint = checkpoint_bytes(run.geometry, run.train) if run.geometry else 0
-    return {
+    found = {
         **({} if is_downloaded else {"base model": model_bytes}),
         "checkpoints": checkpoint * run.train.checkpoints_on_disk,
         "trained weights": trained_bytes(run),
         "merged model": model_bytes,
     }
+    if run.averaged > 1:
+        found["merged model of the last checkpoint"] = model_bytes
+    for kind in run.exports:
+        found[kind] = exported_bytes(run.parameters, kind)
+    return found
 
 
 def later_problems(run: Run) -> Iterator[str]:

@@ -22,10 +22,12 @@ from pipeline_lib.plan.host import host_need_of_plan
 from pipeline_lib.plan.stages import (
     FILE_BYTES_S,
     Run,
+    benchmark_need,
     evaluation_need,
     loading_need,
     merge_need,
     reading_need,
+    run_of_config,
     shard_need,
     tokenize_need,
     verifying_s,
@@ -232,6 +234,8 @@ def stage_request(
             need = merge_need(_run_of(config, store), read_bytes)
         case "load":
             need = loading_need(_run_of(config, store), read_bytes, most_cpus)
+        case "benchmark":
+            need = benchmark_need(_run_of(config, store), read_bytes, most_cpus)
         case "evaluate":
             need = evaluation_need(_run_of(config, store), read_bytes, most_cpus)
     return JobRequest(
@@ -304,7 +308,7 @@ def _run_of(config: Config, store: Store) -> Run:
         machine = question.machine
         geometry = question.geometry
         workload = question.workload
-    return Run(config.cluster, config.train, config.asked, geometry, workload, machine)
+    return run_of_config(config, geometry, workload, machine)
 
 
 def most_cpus_of(nodes: list[NodeGroup]) -> int | None:

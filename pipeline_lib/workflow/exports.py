@@ -1,6 +1,7 @@
 """What is said before a run of what `export` asks for."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from pipeline_lib.arch import fp8, gguf
 from pipeline_lib.arch.config_json import read_object
 from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.findings import Finding
-from pipeline_lib.config.schema import FP8, Config, LocalModel
+from pipeline_lib.config.schema import FP8, Q4_K_M, Config, LocalModel
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.store import Store
 from pipeline_lib.plan.known import find_geometry
@@ -25,6 +26,8 @@ def on_export(config: Config, store: Store) -> Iterator[Finding]:
         unnamed = _found(config, store, gguf.unnamed_in, gguf.unnamed_in_config)
         why = "GGUF, as llama.cpp reads it, has no names for {} of this model"
         yield from _refusal(why, unnamed, files)
+    if Q4_K_M in config.export and find_spec("llama_cpp") is None:
+        yield Finding("refusal", "export", f"{Q4_K_M} {gguf.LACKING_QUANTIZER}")
     if FP8 in config.export:
         unfit = _found(config, store, fp8.unfit_in, fp8.unfit_in_config)
         yield from _refusal("this model is not exported in FP8: it has {}", unfit, [FP8])

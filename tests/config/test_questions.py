@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.config.benchmarks import Benchmark
 from pipeline_lib.config.compile import compile_config
 from pipeline_lib.config.content import HashCache, read_content
 from pipeline_lib.config.load import load_config
-from pipeline_lib.config.questions import read_questions
+from pipeline_lib.config.questions import BenchmarkQuestion, QuestionSet, read_questions
 from pipeline_lib.core.errors import ConfigError, DataError
 
 CONFIG = """\
@@ -27,6 +28,14 @@ def written(folder: Path, *rows: Any) -> Path:
     return path
 
 
+def questions(path: Path, **keys: Any) -> QuestionSet:
+    return read_questions(path, Benchmark(name="faq", path=str(path), **keys))
+
+
+def asked(path: Path, **keys: Any) -> list[BenchmarkQuestion]:
+    return questions(path, **keys).asked
+
+
 def test_a_question_is_read_in_each_of_its_forms(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "7 * 8?"}]
     path = written(
@@ -36,13 +45,13 @@ def test_a_question_is_read_in_each_of_its_forms(tmp_path: Path) -> None:
         {"question": "Which gas?", "answer": ["CO2", "carbon dioxide"]},
         {"messages": messages, "answer": 56},
     )
-    first, second, third = read_questions(path, "exact")
+    first, second, third = asked(path)
     assert first.messages == ({"role": "user", "content": "Why?"},)
     assert (first.text, first.right) == ("Why?", ("so",))
     assert second.right == ("CO2", "carbon dioxide")
     assert third.messages == tuple(messages)
     assert third.right == ("56",)
-    assert read_questions(path, "exact", most=2) == [first, second]
+    assert asked(path, max_questions=2) == [first, second]
     assert len({first.key, second.key, third.key}) == 3
 
 
@@ -51,7 +60,7 @@ def test_a_choice_is_named_by_place_letter_or_text(tmp_path: Path, answer: Any) 
     path = written(
         tmp_path, {"question": "Largest?", "choices": ["Mars", "Jupiter"], "answer": answer}
     )
-    [question] = read_questions(path, "choice")
+    [question] = asked(path, score="choice")
     assert (question.choices, question.right) == (("Mars", "Jupiter"), ("Jupiter",))
 
 
@@ -83,12 +92,60 @@ def test_a_row_that_is_no_question_is_named(
 ) -> None:
     good = {"question": "Why?", "choices": ["a", "b"], "answer": "a"}
     with pytest.raises(DataError, match=re.escape(said)):
-        read_questions(written(tmp_path, good, row), score)
+        asked(written(tmp_path, good, row), score=score)
 
 
 def test_an_empty_file_has_no_questions(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="it has no questions; write one on each line"):
-        read_questions(written(tmp_path, ""), "exact")
+        asked(written(tmp_path, ""))
+
+
+def numbered(folder: Path, count: int = 9) -> Path:
+    rows = [{"question": f"Number {n}?", "answer": n} for n in range(count)]
+    return written(folder, *rows)
+
+
+def test_examples_are_shown_with_their_answers_and_not_asked(tmp_path: Path) -> None:
+    path = numbered(tmp_path)
+    found = questions(path, few_shot=2, max_questions=3)
+    assert [one.right for one in found.examples] == [("0",), ("1",)]
+    assert [one.right for one in found.asked] == [("2",), ("3",), ("4",)]
+    assert found.messages_of(found.asked[0]) == [
+        {"role": "user", "content": "Number 0?"},
+        {"role": "assistant", "content": "0"},
+        {"role": "user", "content": "Number 1?"},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "Number 2?"},
+    ]
+    assert found.text_of(found.asked[0]) == "Number 0?\n0\n\nNumber 1?\n1\n\nNumber 2?"
+    # the same question without examples has the same name
+    assert found.asked[0].key == asked(path)[2].key
+
+
+def test_examples_stand_behind_the_system_text_of_the_question(tmp_path: Path) -> None:
+    def row(system: str) -> dict[str, Any]:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": "Why?"}]
+        return {"messages": messages, "answer": "so"}
+
+    found = questions(written(tmp_path, row("one"), row("two")), few_shot=1)
+    shown = found.messages_of(found.asked[0])
+    assert [message["role"] for message in shown] == ["system", "user", "assistant", "user"]
+    assert shown[0]["content"] == "two"
+
+
+def test_a_seed_draws_questions_and_examples_from_the_whole_file(tmp_path: Path) -> None:
+    path = numbered(tmp_path, 100)
+    one = questions(path, few_shot=2, max_questions=5, seed=1)
+    assert one == questions(path, few_shot=2, max_questions=5, seed=1)
+    assert one != questions(path, few_shot=2, max_questions=5, seed=2)
+    drawn = [int(question.right[0]) for question in one.examples + one.asked]
+    assert len(set(drawn)) == 7
+    assert max(drawn) > 20
+
+
+def test_examples_that_leave_nothing_to_ask_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="few_shot shows 9 of its 9 questions"):
+        questions(numbered(tmp_path), few_shot=9)
 
 
 def digests(folder: Path, more: str) -> dict[str, str]:
@@ -107,21 +164,21 @@ def test_benchmarks_are_stages_of_their_own(tmp_path: Path) -> None:
     """Nothing but the report depends on them, and nothing but it on the rules."""
     path = written(tmp_path, {"question": "Why?", "answer": "so"})
     without = digests(tmp_path, "")
-    asked = f"evaluate: {{benchmarks: [{benchmark(path)}]}}\n"
-    found = digests(tmp_path, asked)
-    added = {"questions.0", "base_benchmark", "benchmark", "overlap"}
-    assert found.keys() - without.keys() == added
+    section = f"evaluate: {{benchmarks: [{benchmark(path)}]}}\n"
+    found = digests(tmp_path, section)
+    more = {"questions.0", "overlap", "base_benchmark", "benchmark"}
+    assert found.keys() - without.keys() == more
     assert {part for part in without if without[part] != found[part]} == {"report"}
-    ruled = digests(tmp_path, f"{asked}ship: {{gain: {{faq: 0.1}}}}\n")
+    ruled = digests(tmp_path, f"{section}ship: {{gain: {{faq: 0.1}}}}\n")
     assert {part for part in found if ruled[part] != found[part]} == {"report"}
     moved = path.rename(tmp_path / "moved.jsonl")
-    asked = f"evaluate: {{benchmarks: [{benchmark(moved)}]}}\n"
-    assert digests(tmp_path, asked) == found
+    section = f"evaluate: {{benchmarks: [{benchmark(moved)}]}}\n"
+    assert digests(tmp_path, section) == found
     written(tmp_path, {"question": "Why?", "answer": "because"})
-    asked = f"evaluate: {{benchmarks: [{benchmark(path)}]}}\n"
-    other = digests(tmp_path, asked)
+    section = f"evaluate: {{benchmarks: [{benchmark(path)}]}}\n"
+    other = digests(tmp_path, section)
     changed = {part for part in found if other[part] != found[part]}
-    assert changed == {*added, "report"}
+    assert changed == {*more, "report"}
 
 
 @pytest.mark.parametrize(
@@ -140,8 +197,8 @@ def test_benchmarks_are_stages_of_their_own(tmp_path: Path) -> None:
 def test_rules_name_benchmarks_that_are_there(
     tmp_path: Path, names: list[str], ship: str, said: list[str]
 ) -> None:
-    questions = written(tmp_path, {"question": "Why?", "answer": "so"})
-    listed = ", ".join(benchmark(questions, name) for name in names)
+    file = written(tmp_path, {"question": "Why?", "answer": "so"})
+    listed = ", ".join(benchmark(file, name) for name in names)
     path = tmp_path / "config.yaml"
     path.write_text(f"{CONFIG}evaluate: {{benchmarks: [{listed}]}}\nship: {ship}\n")
     with pytest.raises(ConfigError) as caught:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline_lib.config.benchmarks import Benchmark
-from pipeline_lib.config.questions import BenchmarkQuestion
+from pipeline_lib.config.questions import BenchmarkQuestion, QuestionSet
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.evaluate.answers import Context
 from pipeline_lib.evaluate.benchmark import Asked, Respondent, choice_nats
@@ -98,13 +98,15 @@ def test_a_model_answers_and_chooses(tiny: Path) -> None:
     respondent = Respondent(model, tiny, load_tokenizer(tiny), said.append)
     asks = ({"role": "user", "content": "Why?"},)
     settings = Benchmark(name="faq", path="faq.jsonl", max_new_tokens=3)
-    [answer] = respondent.answers(Asked(settings, [BenchmarkQuestion(asks, ("so",))]), Context())
+    [answer] = respondent.answers(
+        Asked(settings, QuestionSet([BenchmarkQuestion(asks, ("so",))], [])), Context()
+    )
     assert (answer.benchmark, answer.prompt, answer.right) == ("faq", "Why?", ("so",))
     assert not answer.is_right
     assert "unended" in answer.faults
     chosen = settings.model_copy(update={"score": "choice"})
     question = BenchmarkQuestion(asks, ("b",), ("a", "b"))
-    [choice] = respondent.answers(Asked(chosen, [question]), Context())
+    [choice] = respondent.answers(Asked(chosen, QuestionSet([question], [])), Context())
     assert choice.answer in ("a", "b")
     assert choice.is_right is (choice.answer == "b")
     assert choice.faults == ()

@@ -29,6 +29,7 @@ from pipeline_lib.export.gguf_file import file_name, plan_file, stop_tokens
 from pipeline_lib.export.gguf_proof import LOGIT_TOLERANCES, prove
 from pipeline_lib.export.modelfile import modelfile
 from pipeline_lib.export.proof import judge
+from pipeline_lib.export.quantizer import plan_source, quantize
 from pipeline_lib.model.probe import save_probe
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.records.export import ExportParity
@@ -44,6 +45,8 @@ SIZES: dict[str, Any] = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
     **{"rms_norm_eps": 1e-5, "rope_theta": 50_000.0},
 }
+# Q4_K and Q6_K have blocks of 256
+WIDE: dict[str, Any] = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 # transformers takes these for granted where it reads GGUF
 READ_BY_ALL: dict[str, Any] = {"head_dim": 128, "moe_intermediate_size": 768}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
@@ -160,6 +163,55 @@ def test_llama_cpp_computes_the_same_and_stops_where_the_model_does(
     model.close()
 
 
+def quantized(model: Exported, folder: Path | None = None) -> Path:
+    """Write q4_k_m of the model in `folder` by llama.cpp's quantizer."""
+    pytest.importorskip("llama_cpp", reason="the extra llamacpp is not installed")
+    path = model.root / "q4" / file_name("gguf-q4_k_m")
+    path.parent.mkdir(exist_ok=True)
+    source = path.with_suffix(".source")
+    plan_source(folder or model.merged).write(source, "a model")
+    quantize(source, path)
+    return path
+
+
+@pytest.mark.parametrize("sizes", [SIZES, WIDE])
+def test_four_bits_of_llama_cpp_are_proven_and_compute_the_same_there(
+    tmp_path: Path, tiny: Path, sizes: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = Exported(tmp_path, tiny, Qwen3ForCausalLM(Qwen3Config(**{"head_dim": 128, **sizes})))
+    path = quantized(model)
+    parity = model.proven(path, "gguf-q4_k_m")
+    assert parity.value_difference == 0.0
+    assert 0.0 < parity.relative_difference < LOGIT_TOLERANCES["gguf-q4_k_m"] / 2
+    assert ("Q6_K" in parity.tensors) == (sizes is WIDE)
+    content = path.read_bytes()
+    assert quantized(model).read_bytes() == content
+
+    import llama_cpp
+
+    server = llama_cpp.Llama(str(path), n_ctx=256, n_threads=1, logits_all=True, verbose=False)
+    ids = model.block.tokens.tolist()
+    server.eval(ids)
+    found = torch.from_numpy(server.scores[: len(ids)].copy())
+    (exact,) = StreamedModel(model.merged, torch.float32, CPU).probe_logits(
+        model.block, positions=torch.arange(len(ids))
+    )
+    figures = judge(found, exact, LOGIT_TOLERANCES["gguf-q4_k_m"], has_experts=False)
+    assert figures["relative_difference"] == pytest.approx(parity.relative_difference, rel=0.3)
+    server.close()
+
+
+def test_four_bits_of_another_model_are_refused(tmp_path: Path, tiny: Path) -> None:
+    model = Exported(tmp_path, tiny, Qwen3ForCausalLM(Qwen3Config(**WIDE)))
+    folder = model.altered()
+    for alter in (swap_two_linears, scale_a_linear, scale_a_norm):
+        shutil.rmtree(folder)
+        alter(model.altered())
+        with pytest.raises(TrainingError, match="is not the merged model"):
+            model.proven(quantized(model, folder), "gguf-q4_k_m")
+
+
 def test_what_the_file_tells_a_server(qwen3: Exported) -> None:
     lines = modelfile(qwen3.merged, "model-f16.gguf").splitlines()
     assert lines == [
@@ -173,6 +225,13 @@ def scale_a_norm(folder: Path) -> None:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.1.self_attn.k_norm.weight"] *= 1.01
+    save_file(tensors, path, {"format": "pt"})
+
+
+def scale_a_linear(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.self_attn.v_proj.weight"] *= 1.05
     save_file(tensors, path, {"format": "pt"})
 
 

@@ -16,7 +16,7 @@ ROWS = "{source: file, path: rows.jsonl}"
 ASKED = """
   benchmarks:
     - {name: opening, path: opening.jsonl, score: contains, max_new_tokens: 4}
-    - {name: nearest, path: nearest.jsonl, score: choice}
+    - {name: nearest, path: nearest.jsonl, score: choice, few_shot: 2}
 """
 
 
@@ -27,7 +27,7 @@ def test_both_models_are_asked_and_a_verdict_is_told(project: Project) -> None:
     write_jsonl(project.root / "rows.jsonl", [{"prompt": t, "completion": "Two."} for t in in_rows])
     project.edit("{source: pydoc, max_rows: 400}", "{source: pydoc, max_rows: 400}, " + ROWS)
     write_jsonl(project.root / "opening.jsonl", opening)
-    nearest = [{"question": "1 or 2?", "choices": ["1", "2"], "answer": n % 2} for n in range(8)]
+    nearest = [{"question": "1 or 2?", "choices": ["1", "2"], "answer": n % 2} for n in range(10)]
     write_jsonl(project.root / "nearest.jsonl", nearest)
     project.edit("epochs: 2", "max_steps: 6")
     text = project.config.read_text()

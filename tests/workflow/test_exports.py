@@ -1,14 +1,16 @@
 """What a format has no place for is refused before anything is spent."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline_lib.config.schema import Config
-from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.errors import ConfigError, DataError
 from pipeline_lib.core.store import Store
+from pipeline_lib.export.quantizer import quantize
 from pipeline_lib.workflow.exports import on_export
 from pipeline_lib.workflow.findings import refuse_wrong
 
@@ -83,6 +85,14 @@ def test_fp8_is_refused_by_name_and_by_itself(name: str, named: str, tmp_path: P
     of_fp8 = [text for text in refusals if "remove fp8" in text]
     assert bool(of_fp8) == bool(named)
     assert named in "".join(of_fp8)
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is not None, reason="the extra llamacpp is installed")
+def test_four_bits_are_refused_without_the_quantizer(tmp_path: Path) -> None:
+    config = config_of({"source": "huggingface", "name": "Qwen/Qwen3-8B"}, ("gguf-q4_k_m",))
+    assert "install the extra `llamacpp`" in refused(config, Store(tmp_path))
+    with pytest.raises(DataError, match="install the extra `llamacpp`"):
+        quantize(tmp_path / "source", tmp_path / "target")
 
 
 def test_a_check_says_it(tmp_path: Path) -> None:
