@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from transformers.utils.logging import set_verbosity_error
 
 from pipeline_lib.arch.families import read_geometry
-from pipeline_lib.arch.weight_files import ADAPTER_FOLDER, ADAPTER_WEIGHTS, weights_bytes
+from pipeline_lib.arch.peft_adapter import refuse_other_adapters
+from pipeline_lib.arch.weight_files import weights_bytes
 from pipeline_lib.config.compile import run_digest
+from pipeline_lib.config.content import ADAPTER_FOLDER, ADAPTER_WEIGHTS
 from pipeline_lib.config.rope import rope_in
 from pipeline_lib.config.train import CHOSEN_KEYS, PLACEMENT_KEYS, Train, read_train
 from pipeline_lib.core.errors import TrainingError
@@ -147,6 +149,8 @@ def train_rank(
         observers = (watch, timeouts.observe, *observers)
         events = EventLog(log_path, observers, rank=world.rank, attempt=job.attempt)
         strategy = make_strategy(world, train, train.accumulation(batch_blocks, world.size))
+        if job.adapter is not None:
+            refuse_other_adapters(job.adapter.parent, train.lora)
         model = build_trainable(folder, train, rope_in(job.spec.settings))
         sizes = _sizes_of(model)
         if world.is_first:
