@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from pipeline_lib.config.stages import STAGES
 
 ROOT = Path(__file__).parents[1]
@@ -75,7 +73,6 @@ MODULES = {
     name_of(path): ast.parse(path.read_text(encoding="utf-8"))
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-every_module = pytest.mark.parametrize("module", MODULES)
 
 
 @cache
@@ -158,13 +155,14 @@ def test_imports_are_absolute() -> None:
     assert relative == []
 
 
-@every_module
-def test_imports_go_one_way(module: str) -> None:
-    if module == "" or (is_package(module) and not imported_modules(module)):
-        return
-    for imported in imported_modules(module) - {""}:
-        is_below = layer_of(imported) < layer_of(module)
-        assert is_below or room_of(imported) == room_of(module), f"{module} imports {imported}"
+def test_imports_go_one_way() -> None:
+    wrong = []
+    for module in MODULES:
+        for imported in imported_modules(module) - {""}:
+            is_below = layer_of(imported) < layer_of(module)
+            if not is_below and room_of(imported) != room_of(module):
+                wrong.append(f"{module} imports {imported}")
+    assert wrong == []
 
 
 def test_no_import_goes_in_a_circle() -> None:
@@ -191,13 +189,16 @@ def test_no_stage_imports_another() -> None:
         assert not (reachable(module) & found) - {module}
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module.startswith(TORCH_FREE)])
-def test_torch_is_not_imported_where_it_is_not_needed(module: str) -> None:
-    names = {
-        name.partition(".")[0] for reached in reachable(module) for name in imported_names(reached)
-    }
+def test_torch_is_not_imported_where_it_is_not_needed() -> None:
+    heavy = {module for module in MODULES if imports_torch(module)}
+    free = [module for module in MODULES if module.startswith(TORCH_FREE)]
 
-    assert not names & {"torch", "peft", "accelerate"}
+    assert [module for module in free if reachable(module) & heavy] == []
+
+
+def imports_torch(module: str) -> bool:
+    names = {name.partition(".")[0] for name in imported_names(module)}
+    return bool(names & {"torch", "peft", "accelerate"})
 
 
 def loaded_by(modules: list[str]) -> set[str]:
@@ -254,11 +255,15 @@ def test_adapters_load_no_bitsandbytes() -> None:
     assert "bitsandbytes" not in loaded
 
 
-@every_module
-def test_only_the_command_line_reads_the_environment_or_exits(module: str) -> None:
-    if module.startswith(AT_THE_BOUNDARY):
-        return
-    forbidden = {
+def test_only_the_command_line_reads_the_environment_or_exits() -> None:
+    within = [module for module in MODULES if not module.startswith(AT_THE_BOUNDARY)]
+
+    assert {module: found for module in within if (found := of_the_process(module))} == {}
+
+
+def of_the_process(module: str) -> set[str]:
+    """What `module` uses of those things that are the command line's alone."""
+    forbidden = {"exit", "quit", "SystemExit"} | {
         "sys.argv",
         "sys.exit",
         "os.environ",
@@ -269,14 +274,13 @@ def test_only_the_command_line_reads_the_environment_or_exits(module: str) -> No
     }
     if module == "core.lock":  # a process that lost its lock ends from a thread, whatever it does
         forbidden.remove("os._exit")
-    used = {
-        ast.unparse(node) for node in ast.walk(MODULES[module]) if isinstance(node, ast.Attribute)
-    }
-    used |= set(imported_names(module))
-    called = {node.id for node in ast.walk(MODULES[module]) if isinstance(node, ast.Name)}
-
-    assert not used & forbidden
-    assert not called & {"exit", "quit", "SystemExit"}
+    used = set(imported_names(module))
+    for node in ast.walk(MODULES[module]):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            used.add(f"{node.value.id}.{node.attr}")
+        elif isinstance(node, ast.Name):
+            used.add(node.id)
+    return used & forbidden
 
 
 def broad_handlers(module: str) -> list[int]:
@@ -293,29 +297,30 @@ def broad_handlers(module: str) -> list[int]:
     return lines
 
 
-@every_module
-def test_unexpected_failures_are_caught_in_one_place(module: str) -> None:
+def test_unexpected_failures_are_caught_in_one_place() -> None:
     """The command line, and the one library call that raises no more than Exception."""
-    assert len(broad_handlers(module)) == (1 if module in ("cli.main", "data.encode") else 0)
+    found = {module: len(lines) for module in MODULES if (lines := broad_handlers(module))}
+
+    assert found == {"cli.main": 1, "data.encode": 1}
 
 
-@every_module
-def test_no_assert_and_no_global(module: str) -> None:
+def test_no_assert_and_no_global() -> None:
     found = [
-        node.lineno
-        for node in ast.walk(MODULES[module])
+        f"{module}:{node.lineno}"
+        for module, tree in MODULES.items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Assert | ast.Global)
     ]
 
     assert found == []
 
 
-@every_module
-def test_a_module_stays_readable(module: str) -> None:
-    path = PACKAGE.joinpath(*module.split(".")) if module else PACKAGE
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+def test_a_module_stays_readable() -> None:
+    lines = {
+        path: len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")
+    }
 
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+    assert [path for path, count in lines.items() if count > MAX_LINES] == []
 
 
 def public_definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, str | None]]:
@@ -329,12 +334,15 @@ def public_definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple
                 yield from public_definitions(node.body, f"{node.name}.")
 
 
-@every_module
-def test_everything_public_says_what_it_promises(module: str) -> None:
-    tree = MODULES[module]
-
-    assert ast.get_docstring(tree), "the module has no docstring"
-    assert [name for name, docstring in public_definitions(tree.body) if not docstring] == []
+def test_everything_public_says_what_it_promises() -> None:
+    silent = []
+    for module, tree in MODULES.items():
+        if not ast.get_docstring(tree):
+            silent.append(module)
+        for name, docstring in public_definitions(tree.body):
+            if not docstring:
+                silent.append(f"{module}.{name}")
+    assert silent == []
 
 
 def functions() -> Iterator[tuple[str, int]]:

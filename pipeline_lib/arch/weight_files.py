@@ -22,9 +22,6 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 # torch's names by safetensors'
 READABLE_KINDS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-# of trained adapters, in the folder of a merged model
-ADAPTER_FOLDER, ADAPTER_WEIGHTS = "adapter", "adapter_model.safetensors"
-ADAPTER_FILES = (f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}", f"{ADAPTER_FOLDER}/adapter_config.json")
 ADAPTER = "default"  # peft's name of a model's only adapter, in the names of its tensors
 _NAMED_AT_MOST = 5
 _FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}

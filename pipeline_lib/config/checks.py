@@ -258,6 +258,8 @@ def _ineffective(config: Config) -> Iterator[Problem]:
     train = config.train
     if isinstance(model, TinyModel) and model.tokenizer is not None:
         yield from _vocabulary(model)
+    if config.starting_adapter is not None and train.method != "lora":
+        yield ("model", "adapter"), "is trained on only with train.method: lora"
     if config.parent is not None and config.continues:
         yield from _continued(config, config.parent)
     if model.rope is not None and config.parent is not None and config.parent.rope is not None:

@@ -82,7 +82,9 @@ def _parts_of(kind: str, config: Config, content: Content, parent: Experiment | 
         return [f"questions.{number}" for number in range(len(config.evaluate.benchmarks))]
     if kind in ("overlap", "benchmark", BASE_BENCHMARK) and not config.evaluate.benchmarks:
         return []
-    if kind in (ADAPTER_PART, PARENT) and not config.continues:
+    if kind == PARENT and not config.continues:
+        return []
+    if kind == ADAPTER_PART and not config.continues and config.starting_adapter is None:
         return []
     if kind == LAST_MERGE and config.merge.average is None:
         return []
@@ -340,6 +342,8 @@ def pinned(config: Config, revisions: Revisions) -> Config:
             pinned_lists[key] = tuple(pin(source, "dataset") for source in sources)
     data = config.data.model_copy(update=pinned_lists)
     model = pin(config.model, "model")
+    if config.starting_adapter is not None:
+        model = model.model_copy(update={"adapter": pin(config.starting_adapter, "model")})
     if config.parent is not None:
         model = model.model_copy(update={"parent": pinned(config.parent, revisions)})
     revisions.save()

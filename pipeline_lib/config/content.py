@@ -26,6 +26,7 @@ from pipeline_lib.config.schema import (
     ExperimentModel,
     FileData,
     HubRepository,
+    LocalAdapter,
     LocalModel,
     ModelSource,
     TinyModel,
@@ -63,6 +64,10 @@ MEDIA_FILES = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
+# of adapters, as peft saves them, and the folder that stages keep them in
+ADAPTER_FOLDER = "adapter"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md")  # of a model; they decide no answer
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -169,7 +174,7 @@ class Content:
     cluster.json that the config names, and `deepspeed_json` that of its DeepSpeed config, as JSON.
     `generation` has the hash of a local model's generation_config.json, which does not affect
     training. `questions` has those of each benchmark's file. `parent` is the content of the
-    experiment whose model is trained on.
+    experiment whose model is trained on, and `adapter` has the hashes of adapters in a local folder.
     """
 
     model: dict[str, str]
@@ -179,6 +184,7 @@ class Content:
     generation: dict[str, str] = field(default_factory=dict)
     questions: tuple[dict[str, str], ...] = ()
     parent: "Content | None" = None
+    adapter: dict[str, str] = field(default_factory=dict)
 
 
 def read_content(config: Config, config_path: Path, cache: HashCache | None) -> Content:
@@ -191,6 +197,10 @@ def read_content(config: Config, config_path: Path, cache: HashCache | None) -> 
     model: dict[str, str] = {}
     with _unreadable_noted(model_key(config.model), problems):
         model = _model_content(config.model, cache, problems)
+    adapter: dict[str, str] = {}
+    if isinstance(config.starting_adapter, LocalAdapter):
+        with _unreadable_noted("model.adapter.path", problems):
+            adapter = _adapter_content(config.starting_adapter, cache, problems)
     data = []
     for number, source in enumerate(config.data.sources):
         key = f"{config.data.key_of(number)}.path"
@@ -226,7 +236,9 @@ def read_content(config: Config, config_path: Path, cache: HashCache | None) -> 
     parent = None
     if config.parent is not None and cache is not None:
         parent = read_content(config.parent, config_path, cache)
-    return Content(model, tuple(data), measured, deepspeed_json, generation, questions, parent)
+    return Content(
+        model, tuple(data), measured, deepspeed_json, generation, questions, parent, adapter
+    )
 
 
 @contextmanager
@@ -455,12 +467,25 @@ def _model_content(
     return hashes
 
 
+def _adapter_content(
+    adapter: LocalAdapter, cache: HashCache | None, problems: list[str]
+) -> dict[str, str]:
+    folder = Path(adapter.path)
+    missing = [name for name in PEFT_FILES if not (folder / name).is_file()]
+    if missing:
+        here = "" if folder.is_dir() else f", which is no folder here ({Path.cwd()})"
+        lacking = f"no {' and no '.join(missing)} in {str(folder)!r}{here}"
+        problems.append(f"model.adapter.path: {lacking}; name the folder that peft saved")
+        return {}
+    return _hashes({f"{ADAPTER_FOLDER}/{name}": folder / name for name in PEFT_FILES}, cache)
+
+
 def _not_a_model(folder: Path, missing: Sequence[str]) -> str:
     """Return what the model folder `folder`, which lacks the files `missing`, is or lacks."""
     if (folder / "adapter_config.json").is_file():
         return (
-            "is an adapter and no whole model: give the model that it was trained on, or merge it "
-            "into that one first (peft: merge_and_unload)"
+            "is an adapter and no whole model: give the model that it was trained on, and this "
+            "folder as its `adapter`, or merge it into that one first (peft: merge_and_unload)"
         )
     return f"has no {', '.join(missing)}"
 

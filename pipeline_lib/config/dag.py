@@ -137,6 +137,12 @@ class Dag:
         return self.experiments[0]
 
     @cached_property
+    def last(self) -> tuple[Experiment, ...]:
+        """The experiments that none of the others goes on from: all, unless there is a chain."""
+        parents = {one.config.parent.experiment for one in self.experiments if one.config.parent}
+        return tuple(one for one in self.experiments if one.name not in parents)
+
+    @cached_property
     def rehearsal(self) -> Rehearsal | None:
         """The first experiment's rehearsal, None if it stops too early; `all` leaves it out."""
         return rehearsal_of(self.experiment)
@@ -241,7 +247,7 @@ class Dag:
         """The rungs at which halving decides which trainings go on; empty without halving."""
         if not self.halving:
             return ()
-        trainings = {one.ref("train").digest: one.specs["train"] for one in self.experiments}
+        trainings = {one.ref("train").digest: one.specs["train"] for one in self.last}
         return rungs_of(self.halving, trainings)
 
     def rung(self, digest: str) -> tuple[Rung, Rung | None]:

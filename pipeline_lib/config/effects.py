@@ -76,7 +76,7 @@ EFFECTS: dict[str, Effect] = {
         Result.YES,
     ),
     **_of("model(experiment).", "name config", NOTHING, Result.CONTENT),
-    "model(experiment).adapter": Effect(TRAIN, Result.YES),
+    "model.adapter": Effect(TRAIN, Result.YES),
     "model.rope": Effect(TRAIN, Result.YES),
     **_of("data.train.", "source name revision subset files", DOWNLOAD, Result.YES),
     **_of("data.train(pydoc).", "max_rows", DOWNLOAD, Result.YES),

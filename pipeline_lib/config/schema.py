@@ -61,16 +61,6 @@ class TinyModel(Section):
         return self
 
 
-class LocalModel(Section):
-    """A model folder on this machine, in Hugging Face format with safetensors weights."""
-
-    source: Literal["local"] = Field(description="`local`: a folder on this machine")
-    path: LocalPath = Field(
-        description="the model folder; stages rerun if its content changes, not if it is renamed"
-    )
-    rope: StretchedBy = None
-
-
 class HubRepository(Section):
     """A repository of a hub at one revision.
 
@@ -86,6 +76,41 @@ class HubRepository(Section):
         description="commit, tag or branch; default: the hub's main branch. A tag or branch is "
         "resolved to a commit once, and the store remembers it",
     )
+
+
+class LocalAdapter(Section):
+    """Adapters in a folder on this machine, as peft saves them."""
+
+    source: Literal["local"] = Field(description="`local`, or a hub: `huggingface`, `modelscope`")
+    path: LocalPath = Field(
+        description="folder with adapter_config.json and adapter_model.safetensors; stages rerun if "
+        "their content changes, not if it is renamed"
+    )
+
+
+class HubAdapter(HubRepository):
+    """Adapters from a hub, as peft saves them."""
+
+
+AdapterSource = Annotated[LocalAdapter | HubAdapter, Field(discriminator="source")]
+StartingAdapter = Annotated[
+    AdapterSource | None,
+    Field(
+        description="adapters for this model that the training goes on from (docs/chains.md); "
+        "default: new ones"
+    ),
+]
+
+
+class LocalModel(Section):
+    """A model folder on this machine, in Hugging Face format with safetensors weights."""
+
+    source: Literal["local"] = Field(description="`local`: a folder on this machine")
+    path: LocalPath = Field(
+        description="the model folder; stages rerun if its content changes, not if it is renamed"
+    )
+    adapter: StartingAdapter = None
+    rope: StretchedBy = None
 
 
 RowFormat = Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text"]
@@ -108,6 +133,7 @@ Role = Literal["system", "user", "assistant", "tool", "function_call"]
 class HubModel(HubRepository):
     """A model from a hub."""
 
+    adapter: StartingAdapter = None
     rope: StretchedBy = None
 
 
@@ -621,6 +647,13 @@ class Config(Section):
         if self.model.rope is not None or self.parent is None:
             return self.model.rope
         return self.parent.rope
+
+    @property
+    def starting_adapter(self) -> LocalAdapter | HubAdapter | None:
+        """The adapters of others that it trains on; None without any."""
+        if isinstance(self.model, LocalModel | HubModel):
+            return self.model.adapter
+        return None
 
     @property
     def continues(self) -> bool:

@@ -10,6 +10,7 @@ from pipeline_lib.config.other_tools import LAUNCHERS, hint_for
 from pipeline_lib.config.schema import (
     NAME_PATTERN,
     REPOSITORY_PATTERN,
+    AdapterSource,
     ConfigFile,
     DataSource,
     ModelSource,
@@ -117,6 +118,8 @@ def _in_words(detail: Any, keys: Keys, names: list[str], others: list[str]) -> s
 def _sources(keys: Keys) -> list[str]:
     """Return the values that `source` may have at `keys`: `model.source`, `data.train[0].source`."""
     union = ModelSource if keys[0] == "model" else DataSource
+    if keys[:2] == ("model", "adapter"):
+        union = AdapterSource
     sources: list[str] = []
     for section in get_args(get_args(union)[0]):
         sources += _sources_of(section)

@@ -14,6 +14,7 @@ from pipeline_lib.config.schema import (
     Config,
     ExperimentModel,
     FileData,
+    HubModel,
     Rows,
     Weighted,
 )
@@ -55,10 +56,21 @@ def download_settings(config: Config, content: Content, part: str) -> dict[str, 
     elif kind == "questions":
         return {"kind": kind, "source": "file", "content": content.questions[int(number)]}
     elif kind == ADAPTER_PART:
-        return {"kind": kind, "source": config.model.source}
+        return _adapter_settings(config, content)
     elif isinstance(config.model, ExperimentModel):
         return {"kind": "model", "source": config.model.source}
     return {"kind": kind} | _keyed_source(_source_of(config, part), hashes)
+
+
+def _adapter_settings(config: Config, content: Content) -> dict[str, Any]:
+    """Return the settings of a download of adapters; `base` is the hub's model that they are for."""
+    adapter = config.starting_adapter
+    if adapter is None:
+        return {"kind": ADAPTER_PART, "source": config.model.source}
+    settings = {"kind": ADAPTER_PART} | _keyed_source(adapter, content.adapter)
+    if isinstance(config.model, HubModel):
+        settings["base"] = config.model.name
+    return settings
 
 
 def _source_of(config: Config, part: str) -> Any:
@@ -67,6 +79,8 @@ def _source_of(config: Config, part: str) -> Any:
         return config.evaluate.benchmarks[int(number)]
     if kind == ROOT:
         return config.root.model
+    if kind == ADAPTER_PART and config.starting_adapter is not None:
+        return config.starting_adapter
     if kind in ("model", "generation") and config.continues and config.parent is not None:
         return _source_of(config.parent, part)
     return config.data.sources[int(number)] if kind == "data" else config.model
@@ -74,7 +88,7 @@ def _source_of(config: Config, part: str) -> Any:
 
 def _keyed_source(source: Any, hashes: Mapping[str, str]) -> dict[str, Any]:
     """Return a source's settings, with the hashes of its files in place of its paths."""
-    left_out = WHERE_KEYS | USE_KEYS | {ROPE}
+    left_out = WHERE_KEYS | USE_KEYS | {ROPE, ADAPTER_PART}
     if isinstance(source, Rows):
         left_out |= ROW_KEYS
     if isinstance(source, FileData):

@@ -13,12 +13,14 @@ from typing import Any
 
 from pipeline_lib.arch.generation_config import take_generation_config
 from pipeline_lib.arch.not_finite import refuse_not_finite
-from pipeline_lib.arch.weight_files import ADAPTER_FILES
+from pipeline_lib.arch.peft_adapter import refuse_unusable_adapters
 from pipeline_lib.config.content import (
+    ADAPTER_FOLDER,
     DATA_SUFFIXES,
     GENERATION_NAME,
     HASHES_NAME,
     LICENCE_FILES,
+    PEFT_FILES,
     RUNNING_PYTHON,
     HashCache,
     data_files,
@@ -30,7 +32,7 @@ from pipeline_lib.config.content import (
     tokenizer_files,
 )
 from pipeline_lib.config.questions import QUESTIONS_NAME
-from pipeline_lib.config.schema import HubData, HubModel, PydocData, TinyModel
+from pipeline_lib.config.schema import HubAdapter, HubData, HubModel, PydocData, TinyModel
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.core import arrival
 from pipeline_lib.core.errors import DataError, IntegrityError
@@ -49,6 +51,7 @@ from pipeline_lib.hub.repository import Repository, is_commit
 from pipeline_lib.hub.snapshot import WEIGHTS_SUFFIX, Snapshot, is_edited_by_nobody
 from pipeline_lib.hub.splits import files_of_split, is_aside
 
+_IN_STORE = tuple(f"{ADAPTER_FOLDER}/{name}" for name in PEFT_FILES)
 Source = Callable[[Job], None]
 Bring = Callable[[Path, Path, str, VerifiedFiles], bool]  # of arrival
 
@@ -69,6 +72,8 @@ def run(job: Job) -> dict[str, Any]:
         _check_generation(job, origin)
         if kind == "model":
             _refuse_unusable_model(job.out, origin, Path(job.spec.where.get("path", job.out)))
+    if kind == "adapter":
+        refuse_unusable_adapters(job.out / ADAPTER_FOLDER, job.spec.settings.get("base"))
     names = list_files(job.out)
     # a file that is linked elsewhere may have been edited there
     for name in job.hashes.keys() & set(names):
@@ -116,7 +121,7 @@ def experiment_model(job: Job) -> None:
 
 def experiment_adapter(job: Job) -> None:
     """Link the files of the adapters that another experiment has trained, in their folder."""
-    _link_merged(job, lambda name: name in ADAPTER_FILES)
+    _link_merged(job, lambda name: name in _IN_STORE)
 
 
 def _link_merged(job: Job, is_wanted: Callable[[str], bool]) -> None:
@@ -136,6 +141,30 @@ def _link_merged(job: Job, is_wanted: Callable[[str], bool]) -> None:
                 f"{merged.path} and run snakemake again"
             )
         job.hashes[name] = entry.sha256
+
+
+def local_adapter(job: Job) -> None:
+    """Copy the adapters in a folder on this machine."""
+    folder = Path(job.spec.where["path"])
+    _take({f"{ADAPTER_FOLDER}/{name}": folder / name for name in PEFT_FILES}, job)
+
+
+def hub_adapter(job: Job) -> None:
+    """Fetch the adapters of a hub at their pinned commit."""
+    source = read_settings(HubAdapter, _own_settings(job))
+    repository = Repository(source.source, "model", source.name)
+    with _snapshot(job, repository, source.revision) as snapshot:
+        missing = [name for name in PEFT_FILES if name not in snapshot.files]
+        if missing:
+            raise DataError(
+                f"{snapshot}: it has no {', '.join(missing)}, which peft saves; other formats of "
+                "weights are not read: they can carry code"
+            )
+        _fetch(job, snapshot, PEFT_FILES)
+    (job.out / ADAPTER_FOLDER).mkdir()
+    for name in PEFT_FILES:
+        (job.out / name).rename(job.out / ADAPTER_FOLDER / name)
+        job.hashes[f"{ADAPTER_FOLDER}/{name}"] = job.hashes.pop(name)
 
 
 def local_generation(job: Job) -> None:
@@ -241,6 +270,9 @@ SOURCES: Mapping[tuple[str, str], Source] = {
     ("model", "local"): local_model,
     ("model", "experiment"): experiment_model,
     ("adapter", "experiment"): experiment_adapter,
+    ("adapter", "local"): local_adapter,
+    ("adapter", "huggingface"): hub_adapter,
+    ("adapter", "modelscope"): hub_adapter,
     ("generation", "local"): local_generation,
     ("model", "tiny"): tiny_model,
     ("model", "huggingface"): hub_model,
@@ -286,7 +318,9 @@ def _fetch(job: Job, snapshot: Snapshot, names: Sequence[str]) -> None:
 
 def _own_settings(job: Job) -> dict[str, Any]:
     return {
-        key: value for key, value in job.spec.settings.items() if key not in ("kind", "content")
+        key: value
+        for key, value in job.spec.settings.items()
+        if key not in ("kind", "content", "base")
     }
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.arch.geometry import OF_HEADS
-from pipeline_lib.arch.weight_files import ADAPTER_FOLDER, ADAPTER_WEIGHTS, peft_name
+from pipeline_lib.arch.weight_files import peft_name
+from pipeline_lib.config.content import ADAPTER_FOLDER, ADAPTER_WEIGHTS
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import write_json

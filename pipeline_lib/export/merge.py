@@ -20,9 +20,15 @@ from torch import Tensor
 from pipeline_lib.arch.config_json import read_object, without_quantization
 from pipeline_lib.arch.generation_config import generation_config_of
 from pipeline_lib.arch.rope import stretched
-from pipeline_lib.arch.weight_files import ADAPTER_FOLDER, SINGLE_NAME
+from pipeline_lib.arch.weight_files import SINGLE_NAME
 from pipeline_lib.config.compile import run_digest
-from pipeline_lib.config.content import GENERATION_NAME, LICENCE_FILES, MEDIA_FILES, tokenizer_files
+from pipeline_lib.config.content import (
+    ADAPTER_FOLDER,
+    GENERATION_NAME,
+    LICENCE_FILES,
+    MEDIA_FILES,
+    tokenizer_files,
+)
 from pipeline_lib.config.rope import Rope, rope_in
 from pipeline_lib.config.schema import Merge
 from pipeline_lib.config.section import read_settings

@@ -1,7 +1,7 @@
 """A model's lineage as its folder stores it: links, training attempts, all stages' manifests."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,6 +107,8 @@ def origin_of(manifest: Manifest) -> str:
         return f"pydoc: made of the documentation of Python{version}"
     if source == "file":
         return "files of the machine"
+    if source == "local" and settings.get("kind") == ADAPTER_PART:
+        return "an adapter folder of the machine"
     if source == "local":
         return "a model folder of the machine"
     if source == EXPERIMENT:
@@ -214,7 +216,7 @@ def lineage_of(inputs: Mapping[str, Sealed], store: Store, say: Say) -> Lineage:
     for attempt in RunRecord(public).attempts:
         attempts.append(replace(attempt, end=_FOLDERS.sub("", attempt.end)))
     of_base = inputs["model"].manifest
-    if ADAPTER_PART in links:  # which were trained on this model
+    if part_of_base(links) == ADAPTER_PART:  # which were trained on this model
         of_base = parse_manifest(links[ADAPTER_PART].manifest, ADAPTER_PART)
     base = base_folder(of_base, store)
     return Lineage(links=links, attempts=attempts, base=base)
@@ -232,9 +234,15 @@ def part_read(name: str, digest: str, trained: Manifest) -> str:
     return name
 
 
-def part_of_base(links: Collection[str]) -> str:
-    """Return which of `links` the experiment of `base` has made: its adapters, or the model."""
-    return ADAPTER_PART if ADAPTER_PART in links else "model"
+def part_of_base(links: Mapping[str, ManifestEntry]) -> str:
+    """Return which of `links` the experiment before has made, if any: adapters, or the model."""
+    entry = links.get(ADAPTER_PART)
+    if entry is not None:
+        with suppress(IntegrityError):
+            settings = settings_in(parse_manifest(entry.manifest, ADAPTER_PART))
+            if settings.get("source") == EXPERIMENT:
+                return ADAPTER_PART
+    return "model"
 
 
 def _has_public_nodes(event: Mapping[str, Any]) -> bool:

@@ -133,7 +133,7 @@ def _attach_inputs(merge: _Merge, checks: Checks) -> _Merge | None:
     Returns the merge that made its base model, if this pipeline did.
     """
     seen: dict[str, Traced] = {}
-    of_base = part_of_base(merge.record.links if merge.record is not None else ())
+    of_base = part_of_base(merge.record.links if merge.record is not None else {})
     waiting = [(merge.traced, merge.manifest)]
     base = None
     model: Manifest | None = None

@@ -8,9 +8,11 @@ from shutil import disk_usage
 
 from pipeline_lib.arch.families import PLANNED, SUPPORTED
 from pipeline_lib.arch.geometry import Geometry
+from pipeline_lib.arch.peft_adapter import differences, read_adapter_config, unusable
 from pipeline_lib.config.checks import cross_check
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.content import (
+    ADAPTER_CONFIG,
     data_files,
     is_data_file,
     missing_model_files,
@@ -24,6 +26,8 @@ from pipeline_lib.config.schema import (
     ExperimentModel,
     FileData,
     HubData,
+    HubModel,
+    LocalAdapter,
     LocalModel,
     TinyModel,
     Tokenize,
@@ -77,7 +81,7 @@ def wrong_with(config: Config, store: Store) -> list[Finding]:
     problems: list[str] = []
     if not is_sealed(config, store, "train"):
         known = _known(config, store, _of_model(config, is_trained=False))
-        problems = [*known.wrong, *_of_data(config, store)]
+        problems = [*known.wrong, *_of_adapter(config), *_of_data(config, store)]
     elif not is_sealed(config, store, "merge"):
         problems = _of_model(config, is_trained=True)
     return refusals([*problems, *losses_of(config, store)])
@@ -112,6 +116,24 @@ def _of_model(config: Config, is_trained: bool) -> list[str]:
 
     found = generation_problems(folder) if is_trained else problems_of(folder)
     return [f"{model_key(config.model)}: {problem}" for problem in found]
+
+
+def _of_adapter(config: Config) -> Iterator[str]:
+    """Yield what is wrong with adapters in a local folder that the training goes on from."""
+    adapter = config.starting_adapter
+    if not isinstance(adapter, LocalAdapter) or not Path(adapter.path, ADAPTER_CONFIG).is_file():
+        return  # a missing one is named where the files are hashed
+    try:
+        described = read_adapter_config(Path(adapter.path))
+    except DataError as error:
+        yield f"model.adapter.path: {error}"
+        return
+    base = config.model.name if isinstance(config.model, HubModel) else None
+    for problem in unusable(described, base):
+        yield f"model.adapter.path: {problem}"
+    for key, value in differences(described, config.train.lora):
+        own = getattr(config.train.lora, key)
+        yield f"train.lora.{key}: {own}, and the adapters in {adapter.path} have {value}; write that"
 
 
 def _known(config: Config, store: Store, of_model: list[str]) -> _Known:

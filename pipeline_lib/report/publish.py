@@ -56,10 +56,9 @@ def best_of(dag: Dag) -> Experiment:
 
     Of a chain it is the last one. Raise IntegrityError if no experiment of the sweep is finished.
     """
-    gone_on_from = [one.config.parent for one in dag.experiments]
-    last = {one.name: one for one in dag.experiments if one.config not in gone_on_from}
-    if len(last) == 1:
-        return next(iter(last.values()))
+    if len(dag.last) == 1:
+        return dag.last[0]
+    last = {one.name: one for one in dag.last}
     best = next(one for one in outcomes(dag) if one.name in last)
     if not best.is_done:
         raise IntegrityError(

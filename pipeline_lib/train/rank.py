@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from transformers.utils.logging import set_verbosity_error
 
 from pipeline_lib.arch.families import read_geometry
-from pipeline_lib.arch.weight_files import ADAPTER_FOLDER, ADAPTER_WEIGHTS, weights_bytes
+from pipeline_lib.arch.peft_adapter import refuse_other_adapters
+from pipeline_lib.arch.weight_files import weights_bytes
 from pipeline_lib.config.compile import run_digest
+from pipeline_lib.config.content import ADAPTER_FOLDER, ADAPTER_WEIGHTS
 from pipeline_lib.config.rope import rope_in
 from pipeline_lib.config.train import CHOSEN_KEYS, PLACEMENT_KEYS, Train, read_train
 from pipeline_lib.core.errors import TrainingError
@@ -147,18 +149,11 @@ def train_rank(
         observers = (watch, timeouts.observe, *observers)
         events = EventLog(log_path, observers, rank=world.rank, attempt=job.attempt)
         strategy = make_strategy(world, train, train.accumulation(batch_blocks, world.size))
+        if job.adapter is not None:
+            refuse_other_adapters(job.adapter.parent, train.lora)
         model = build_trainable(folder, train, rope_in(job.spec.settings))
         sizes = _sizes_of(model)
-        if world.is_first:
-            say(f"train: loading {size(weights_bytes(folder))} of weights")
-        load = partial(
-            load_weights,
-            folder=folder,
-            device=world.device,
-            adapter_seed=train.seed,
-            adapter=job.adapter,
-        )
-        wrapped = strategy.spread(model, load)
+        wrapped = _spread_weights(job, strategy, model, world, say)
         if world.is_first and isinstance(strategy, Zero):
             write_json(job.run_dir / DEEPSPEED_NAME, strategy.config)
         # of a model's own dropout; that of adapters is drawn by block
@@ -198,6 +193,23 @@ def train_rank(
             events.notify(EventName.RANK_DOING, what=LEAVING)
             _leave_result(job, loop, sizes)
         events.emit(EventName.RUN_END, step=loop.step)
+
+
+def _spread_weights(
+    job: RankJob, strategy: Strategy, model: nn.Module, world: World, say: Say
+) -> nn.Module:
+    """Load the weights of `model`, which has none yet, over the ranks; return what is trained."""
+    folder = job.input("model")
+    if world.is_first:
+        say(f"train: loading {size(weights_bytes(folder))} of weights")
+    load = partial(
+        load_weights,
+        folder=folder,
+        device=world.device,
+        adapter_seed=job.train.seed,
+        adapter=job.adapter,
+    )
+    return strategy.spread(model, load)
 
 
 def _observers_of_first(

@@ -302,6 +302,19 @@ def test_of_a_file_that_halves_no_model_is_sure(tmp_path: Path) -> None:
     assert problem.startswith(f"line 2: model.config: {parent}: its sweep has `halving`")
 
 
+def test_halving_is_of_the_sweep_and_not_of_what_it_goes_on_from(tmp_path: Path) -> None:
+    parent = written(tmp_path, f"experiment: text\nmodel: {{source: tiny}}\n{DATA}", "base.yaml")
+    model = f"model: {{source: experiment, config: {parent}}}\n"
+    train = "train: {validate_every_steps: 2}\n"
+    halving = "sweep: {train.seed: [1, 2], halving: {first_step: 2, keep: 0.5}}\n"
+    path = written(tmp_path, f"experiment: sft\n{model}{DATA}{train}{halving}")
+
+    dag = Dag.open(path, Store(tmp_path / "store"))
+    assert [one.name for one in dag.experiments] == ["text", "sft-seed=1", "sft-seed=2"]
+    assert list(dag.rungs[0].trainings) == [one.ref("train").digest for one in dag.last]
+    assert [one.name for one in dag.last] == ["sft-seed=1", "sft-seed=2"]
+
+
 def test_two_experiments_of_one_name_are_refused(tmp_path: Path) -> None:
     parent = written(tmp_path, f"experiment: sft\nmodel: {{source: tiny}}\n{DATA}", "base.yaml")
     model = f"model: {{source: experiment, config: {parent}}}\n"

@@ -50,9 +50,15 @@ VALUES: dict[str, Any] = {
     "model(tiny).seed": 1,
     "model(tiny).rope": {"type": "yarn", "factor": 4.0},
     "model(local).path": "models/moved",
+    "model(local).adapter": {"source": "local", "path": "adapters"},
     "model(local).rope": {"type": "yarn", "factor": 4.0},
     "model(huggingface).name": "Qwen/Qwen3-4B",
     "model(huggingface).revision": "b" * 40,
+    "model(huggingface).adapter": {
+        "source": "huggingface",
+        "name": "owner/adapters",
+        "revision": "b" * 40,
+    },
     "model(huggingface).rope": {"type": "yarn", "factor": 4.0},
     "model(experiment).name": "other",
     "model(experiment).config": "other.yaml",
@@ -264,8 +270,10 @@ def test_a_key_changes_what_the_table_says_and_nothing_else(key: str) -> None:
     if is_of_model or plain(key) in {"model.rope", "evaluate.benchmarks", *ASKED_WITH}:
         affected.add("base_benchmark")
 
-    if key == "model(experiment).adapter":  # the model is that of the parent, and these are beside
-        affected |= {"model", "adapter", "parent"}
+    if plain(key) == "model.adapter":
+        affected.add("adapter")
+    if key == "model(experiment).adapter":  # the model is that of the parent, and beside it
+        affected |= {"model", "parent"}
 
     before = compiled(with_benchmark(base_of(key)))
     assert changed(before, compiled(with_benchmark(with_value(key, VALUES[key])))) == affected

@@ -10,7 +10,13 @@ from pipeline_lib.config.benchmarks import Benchmark
 from pipeline_lib.config.docs import config_json_schema, config_page
 from pipeline_lib.config.load import load_configs
 from pipeline_lib.config.rope import Rope
-from pipeline_lib.config.schema import Average, ConfigFile, GpuSheet
+from pipeline_lib.config.schema import (
+    Average,
+    ConfigFile,
+    GpuSheet,
+    HubAdapter,
+    LocalAdapter,
+)
 from pipeline_lib.config.train import PLACEMENT_KEYS, RENAMED
 from pipeline_lib.core.language import Language, speaking
 from tests.config.keys import all_keys, plain
@@ -69,7 +75,7 @@ def test_the_examples_of_chains_pass(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Path("my.yaml").write_text(block, encoding="utf-8")
         chains.append([len(config.chain) for config in load_configs(Path("my.yaml"))])
 
-    assert chains == [[1, 2], [2], [1, 2], [1, 2, 2, 2]]
+    assert chains == [[1, 2], [2], [1, 2], [1], [1, 2, 2, 2]]
 
 
 def test_every_key_has_a_row_with_its_meaning() -> None:
@@ -78,6 +84,8 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
     keys = [
         *(plain(key).rpartition(".")[2] for key in all_keys(ConfigFile)),
         *Rope.model_fields,
+        *LocalAdapter.model_fields,
+        *HubAdapter.model_fields,
         *GpuSheet.model_fields,
         *Benchmark.model_fields,
         *Average.model_fields,
@@ -145,6 +153,8 @@ def test_the_schema_knows_every_key_and_refuses_others() -> None:
     keys = [
         *(plain(key).rpartition(".")[2] for key in all_keys(ConfigFile)),
         *Rope.model_fields,
+        *LocalAdapter.model_fields,
+        *HubAdapter.model_fields,
         *GpuSheet.model_fields,
         *Benchmark.model_fields,
         *Average.model_fields,
