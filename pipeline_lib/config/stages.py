@@ -165,7 +165,7 @@ _ROWS = (
     ),
     Stage(
         name="plan",
-        version=19,
+        version=20,
         module="pipeline_lib.plan.stage",
         parts={"plan": ("model", "tokenize", "shard")},
         title=_plan_title,

@@ -16,7 +16,15 @@ from pipeline_lib.core.units import (
     from_teraflops,
 )
 from pipeline_lib.plan.gpus import Gpu, described, find_gpu, name_words, near_names
-from pipeline_lib.plan.machine import Machine, MeasuredPart, Pass, Speeds, attention_share
+from pipeline_lib.plan.machine import (
+    Machine,
+    MeasuredPart,
+    Pass,
+    Speeds,
+    attention_share,
+    beside_memory,
+)
+from pipeline_lib.plan.reached import reached_by
 from pipeline_lib.records.plan import Rate
 
 # cluster.json: what `qwen3 calibrate CONFIG` measured on the machines that will
@@ -201,106 +209,10 @@ def _refuse(problem: str) -> NoReturn:
 # catalogue, whose bands are wide. Each rate names its source.
 
 
-_MEASURED_HERE = "measured in layers of this card"
-_MEASURED_ELSEWHERE = "products measured elsewhere on this card"
-_GUESSED = "guessed from its data sheet"
-
-
-@dataclass(frozen=True)
-class _Reached:
-    """The fractions of a GPU's peak that layers of real models reach, and their relative errors.
-
-    `flash` is of torch's attention kernel, `cudnn` of cuDNN's, which is for Hopper. Both hold in
-    long documents. `known` says what they rest on.
-    """
-
-    products: float
-    flash: float
-    cudnn: float
-    products_band: float
-    attention_band: float
-    known: str
-
-
-# Measured on one H200 (benchmarks/RESULTS.md): products reach 640 to 820 TFLOP/s of 989 alone, and
-# 665 for seconds, at the board's limit of 700 W; attention 255 with torch's kernel and 405 to 430
-# with cuDNN's in documents of 8,192. For cuDNN's a value was taken that also suits LoRA's steps on
-# documents of 32,768 and 65,536. A100's products are fitted to one half of the rows of
-# benchmarks/published.jsonl, with attention by the kernel that each source names; its 0.5 for
-# attention was set before, and rows of torch's kernel in that half agree within a third. H100's
-# products lie between the 0.62 of that half and our only steps on one (LoRA of 8B), which 0.64
-# makes 11 % too slow; its attention is taken to be H200's, whose chip is the same.
-_H200 = _Reached(0.66, 0.278, 0.44, 0.04, 0.1, _MEASURED_HERE)
-_H100 = _Reached(0.64, 0.278, 0.44, 0.1, 0.15, _MEASURED_HERE)
-_A100 = _Reached(0.77, 0.5, 0.5, 0.1, 0.15, _MEASURED_HERE)
-# By the names of the catalogue: boards of less power are other cards. A800 and H800 differ in their
-# links only.
-_IN_LAYERS = {
-    "H200": _H200,
-    "H100 SXM": _H100,
-    "H800 SXM": _H100,
-    "A100 80GB SXM": _A100,
-    "A100 40GB SXM": _A100,
-    "A800 80GB SXM": _A100,
-}
-# TFLOP/s of torch.mm alone in bf16 (V100 and T4: fp16), the best of squares of 1,024 to 10,240, the
-# median of the entries for each card: github.com/zzc0721/torch-performence-test-data, database.md,
-# read in November 2026. GeForce boards run above the clock that their data sheets count.
-_PRODUCTS_ALONE_TFLOP_S = {
-    "B200": 1696,
-    "H20": 142,
-    "L40S": 269,
-    "RTX PRO 6000": 414,
-    "RTX A6000": 123,
-    "RTX 3060 Ti": 36.5,
-    "RTX 4090": 165,
-    "RTX 4090 D": 149,
-    "RTX 5090": 239,
-    "V100 16GB SXM": 94.8,
-    "T4": 41.9,
-}
-# Layers reach so much of that: 0.83 on H200 (790 alone), 0.80 on H100 (791), 0.91 on A100 (265).
-_OF_PRODUCTS_ALONE, _ALONE_BAND = 0.85, 0.2
-# Attention of torch's kernel, relative to products in layers: on A100, for which it is written, and
-# on Hopper, with cuDNN's too. Blackwell's data-centre chips are taken to be as Hopper.
-_FLASH_OF_PRODUCTS, _FLASH_ON_HOPPER, _CUDNN_ON_HOPPER = 0.65, 0.42, 0.67
-_ATTENTION_ALONE_BAND = 0.35
-# Cards with products that are summed in fp32 at half the rate of their tensor cores: those that
-# were measured reach 1.0 to 1.14 of the peak alone.
-_GEFORCE = _Reached(0.85, 0.55, 0.55, 0.25, 0.4, _GUESSED)
-# RTX 3090: torch.mm alone reaches 76.6 TFLOP/s by the same table, which would be 0.91 in layers;
-# published training steps, which are not in published.jsonl, come to 0.72 (issue 44).
-_RTX_3090 = _Reached(0.8, 0.52, 0.52, 0.25, 0.4, _MEASURED_ELSEWHERE)
-_UNMEASURED = _Reached(0.66, 0.35, 0.35, 0.3, 0.4, _GUESSED)
-
-
-def _reached_by(gpu: Gpu, precision: str) -> _Reached:
-    """Return what layers reach on a GPU, by the best that is known of it."""
-    if precision == "fp32":
-        return _UNMEASURED
-    if gpu.name in _IN_LAYERS:
-        return _IN_LAYERS[gpu.name]
-    if gpu.name == "RTX 3090":
-        return _RTX_3090
-    if gpu.name not in _PRODUCTS_ALONE_TFLOP_S:
-        return _GEFORCE if gpu.is_geforce else _UNMEASURED
-    alone = from_teraflops(_PRODUCTS_ALONE_TFLOP_S[gpu.name]) / gpu.half_flop_s
-    products = _OF_PRODUCTS_ALONE * alone
-    is_like_hopper = gpu.is_hopper or gpu.name == "B200"
-    return _Reached(
-        products,
-        products * (_FLASH_ON_HOPPER if is_like_hopper else _FLASH_OF_PRODUCTS),
-        products * (_CUDNN_ON_HOPPER if gpu.is_hopper else _FLASH_OF_PRODUCTS),
-        _ALONE_BAND,
-        _ATTENTION_ALONE_BAND,
-        _MEASURED_ELSEWHERE,
-    )
-
-
 # The rates of small kernels (by the bytes that plan/step_time.py counts) and of launches are fitted
 # to steps on H200.
 _STREAM, _STREAM_BAND = 0.85, 0.1
-_POINTWISE, _POINTWISE_BAND = 0.4, 0.4
+_EAGER_ON_CHIP_BYTES_S, _POINTWISE_BAND = 3.6e12, 0.3
 # Typical values for hosts that have GPUs.
 _LAUNCH_S, _LAUNCH_BAND = 20e-6, 0.6
 _LATENCY_S, _LATENCY_BAND = 30e-6, 1.0  # of a collective over NVLink; over PCIe about the same
@@ -362,8 +274,7 @@ def machine_of(
             name: rate for name, rate in found.items() if is_same or name not in _OF_PRECISION
         }
     if "pointwise_bytes_s" not in rates and (memory := rates.get("memory_bytes_s")):
-        value = _POINTWISE / _STREAM * memory.value
-        rates["pointwise_bytes_s"] = Rate.around(value, _POINTWISE_BAND, "by memory_bytes_s")
+        rates["pointwise_bytes_s"] = _small_kernels(memory.value, "by memory_bytes_s")
     if cluster.intranode_gbyte_s is not None:
         rates["in_node_bytes_s"] = _gbyte_rate(
             cluster.intranode_gbyte_s, _GIVEN_BAND, "cluster.intranode_gbyte_s"
@@ -466,7 +377,7 @@ def _catalogue(gpu: Gpu | None, precision: str, attention: str, threads: int) ->
             f"{others}"
         )
     memory = gpu.memory_bytes_per_s
-    reached = _reached_by(gpu, precision)
+    reached = reached_by(gpu, precision)
     attended = reached.flash if attention == "flash" or not gpu.is_hopper else reached.cudnn
     return rates | {
         "matmul_flop_s": Rate.around(
@@ -476,7 +387,7 @@ def _catalogue(gpu: Gpu | None, precision: str, attention: str, threads: int) ->
             attended * peak, reached.attention_band, f"{source}, {reached.known}"
         ),
         "memory_bytes_s": Rate.around(_STREAM * memory, _STREAM_BAND, source),
-        "pointwise_bytes_s": Rate.around(_POINTWISE * memory, _POINTWISE_BAND, source),
+        "pointwise_bytes_s": _small_kernels(_STREAM * memory, source),
         "in_node_bytes_s": Rate.around(
             gpu.link.bytes_per_s, gpu.link.factor - 1, f"{source}, {gpu.link.name}"
         ),
@@ -546,6 +457,11 @@ def _refuse_missing(rates: dict[str, Rate], cluster: Cluster, precision: str) ->
     if missing:
         text = f"lacks {', '.join(missing)}, and the GPU is not in the catalogue; {AGAIN}"
         raise _error(f"cluster.measured: {text} in {precision}, on two ranks or more")
+
+
+def _small_kernels(memory_bytes_s: float, source: str) -> Rate:
+    value = beside_memory(memory_bytes_s, _EAGER_ON_CHIP_BYTES_S)
+    return Rate.around(value, _POINTWISE_BAND, source)
 
 
 def _gbyte_rate(gbyte_s: float, fraction: float, source: str) -> Rate:

@@ -271,6 +271,8 @@ _CATALOGUE: tuple[tuple[frozenset[str], Gpu], ...] = (
     _gpu("a30", "A30", 8.0, (23.5, 165, 10.3, 933), _PCIE_4, "A30 data sheet"),
     _gpu("a10", "A10", 8.6, (22.0, 125, 31.2, 600), _PCIE_A10, "A10 data sheet"),
     _gpu("a10g", "A10G", 8.6, (22.0, 70, 31.5, 600), _PCIE_NO_P2P, "A10G data sheet"),
+    _gpu("a4000", "RTX A4000", 8.6, (15.6, 76.7, 19.2, 448), _PCIE_4, "cores and clock"),
+    _gpu("a4500", "RTX A4500", 8.6, (19.6, 94.6, 23.7, 640), _PCIE_4, "cores and clock"),
     _gpu("a5000", "RTX A5000", 8.6, (23.5, 111.1, 27.8, 768), _PCIE_4, "RTX A5000 data sheet"),
     _gpu("a6000", "RTX A6000", 8.6, (47.4, 154.8, 38.7, 768), _PCIE_4, "RTX A6000 data sheet"),
     _gpu("6000 ada", "RTX 6000 Ada", 8.9, (47.3, 364.2, 91.1, 960), _PCIE_4, "its sheet: 1457 / 4"),
