@@ -45,9 +45,9 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import GIB, from_gigabytes
 from pipeline_lib.plan.case import Case
 from pipeline_lib.plan.cluster import machine_of
+from pipeline_lib.plan.efficiency import GpuClass, class_of
 from pipeline_lib.plan.gpus import find_gpu
 from pipeline_lib.plan.predict import Prediction, predict_step
-from pipeline_lib.plan.reached import GpuClass, class_of
 from pipeline_lib.records.plan import Figure, Workload
 
 ROWS = Path(__file__).with_name("published.jsonl")

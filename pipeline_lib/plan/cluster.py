@@ -1,213 +1,24 @@
-"""Build the Machine of a config's cluster section, from catalogue, measurements and given rates."""
+"""Build the Machine of a config's cluster section, from catalogue, measurements and given rates.
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, NoReturn
+Each rate is the best known: from the config, else from calibrate, else from the catalogue, whose
+bands are wide. Each rate names its source.
+"""
 
-from pipeline_lib.config.content import measured_content
-from pipeline_lib.config.schema import Cluster, Config, GpuSheet
+from dataclasses import replace
+
+from pipeline_lib.config.schema import Cluster, GpuSheet
 from pipeline_lib.core.errors import ConfigError
-from pipeline_lib.core.text import cut
 from pipeline_lib.core.units import (
     from_gbit_per_s,
     from_gbyte_per_s,
     from_gigabytes,
     from_teraflops,
 )
+from pipeline_lib.plan.efficiency import efficiency_of
 from pipeline_lib.plan.gpus import Gpu, described, find_gpu, name_words, near_names
-from pipeline_lib.plan.machine import (
-    Machine,
-    MeasuredPart,
-    Pass,
-    Speeds,
-    attention_share,
-    beside_memory,
-)
-from pipeline_lib.plan.reached import reached_by
+from pipeline_lib.plan.machine import Machine, attention_share, beside_memory
+from pipeline_lib.plan.measured import AGAIN, RATES, Measured
 from pipeline_lib.records.plan import Rate
-
-# cluster.json: what `qwen3 calibrate CONFIG` measured on the machines that will
-# train.
-
-SCHEMA = 1
-AGAIN = "make it again with `qwen3 calibrate CONFIG`"
-RATES = tuple(field.name for field in fields(Speeds))
-PARTS = ("layer", "ends")
-PRECISIONS = ("bf16", "fp8", "fp16", "fp32")
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A model's rates and parts, measured in one precision on `nodes` nodes with `ranks` ranks.
-
-    `gpu` is the name that the driver gives the GPUs, or None on CPUs.
-    """
-
-    rates: dict[str, Rate]
-    parts: tuple[MeasuredPart, ...]
-    gpu: str | None
-    gpu_memory_bytes: int | None
-    ranks: int
-    nodes: int
-    precision: str
-
-
-def measured_of(config: Config) -> Measured | None:
-    """Return the content of the config's cluster.json; None if it names none.
-
-    Raise ConfigError, naming the file.
-    """
-    content = measured_content(config)
-    try:
-        return None if content is None else read_measured(content)
-    except ConfigError as error:
-        where = f"cluster.measured: {config.cluster.measured!r}"
-        raise ConfigError(
-            "the config", [f"{where}: {problem}" for problem in error.problems]
-        ) from error
-
-
-def read_measured(content: Mapping[str, Any]) -> Measured:
-    """Read the content of a cluster.json.
-
-    Raise ConfigError with the problem and how to make the file again.
-    """
-    schema = content.get("schema")
-    if schema != SCHEMA or isinstance(schema, bool):
-        _refuse(f"schema {schema!r}, and this version reads {SCHEMA}")
-    rates = _mapping(content, "rates")
-    unknown = sorted(set(rates) - set(RATES))
-    if unknown:
-        _refuse(f"rates.{unknown[0]}: no such rate; there are {', '.join(RATES)}")
-    gpu = content.get("gpu")
-    memory = content.get("gpu_memory_bytes")
-    if not (gpu is None or (isinstance(gpu, str) and gpu)):
-        _refuse(f"gpu: {gpu!r} is not the name of a GPU, or null")
-    if (gpu is None) != (memory is None):
-        _refuse(f"gpu is {gpu!r} and gpu_memory_bytes is {memory!r}: both are null, or none")
-    parts = content.get("parts")
-    if not isinstance(parts, list):
-        _refuse(f"parts: {_short(parts)} is no list")
-    return Measured(
-        rates={name: _rate(rates, name) for name in rates},
-        parts=tuple(_part(part, f"parts[{index}]") for index, part in enumerate(parts)),
-        gpu=gpu,
-        gpu_memory_bytes=None if memory is None else _count(content, "gpu_memory_bytes"),
-        ranks=_count(content, "ranks"),
-        nodes=_count(content, "nodes"),
-        precision=_one_of(content, "precision", PRECISIONS),
-    )
-
-
-def _rate(rates: Mapping[str, Any], name: str) -> Rate:
-    where = f"rates.{name}"
-    rate = _mapping(rates, name, where)
-    value, low, high = (
-        _number(rate, key, f"{where}.{key}", is_positive=True) for key in ("value", "low", "high")
-    )
-    if not low <= value <= high:
-        _refuse(f"{where}: low {low:g}, value {value:g} and high {high:g} are not in this order")
-    return Rate(value, low, high, "measured")
-
-
-def _part(part: Any, where: str) -> MeasuredPart:
-    if not isinstance(part, Mapping):
-        _refuse(f"{where}: {_short(part)} is no mapping")
-    shape = part.get("shape")
-    variant = part.get("variant")
-    if (
-        not isinstance(shape, list)
-        or not shape
-        or not all(_is_integer(size) and size >= 0 for size in shape)
-    ):
-        _refuse(f"{where}.shape: {_short(shape)} is no list of sizes")
-    if not isinstance(variant, str) or not variant:
-        _refuse(
-            f"{where}.variant: {_short(variant)} is not the name of a variant, as 'ddp/full/none'"
-        )
-    kind = _one_of(part, "part", PARTS, f"{where}.part")
-    supervised = _number(part, "supervised_fraction", f"{where}.supervised_fraction")
-    if supervised > 1:
-        _refuse(f"{where}.supervised_fraction: {supervised:g} is above 1")
-    return MeasuredPart(
-        part=kind,
-        shape=tuple(shape),
-        variant=variant,
-        document_tokens=_number(
-            part, "document_tokens", f"{where}.document_tokens", is_positive=True
-        ),
-        supervised_fraction=supervised,
-        forward=_pass(part, "forward", where, may_be_zero=kind == "ends"),
-        backward=_pass(part, "backward", where, may_be_zero=kind == "ends"),
-    )
-
-
-def _pass(part: Mapping[str, Any], key: str, where: str, may_be_zero: bool) -> Pass:
-    times = _mapping(part, key, f"{where}.{key}")
-    found = {
-        field.name: _number(times, field.name, f"{where}.{key}.{field.name}")
-        for field in fields(Pass)
-    }
-    if not any(found.values()) and not may_be_zero:
-        _refuse(
-            f"{where}.{key}: {', '.join(found)} are all 0, and every pass of a layer takes some "
-            "time"
-        )
-    return Pass(**found)
-
-
-def _mapping(content: Mapping[str, Any], key: str, where: str | None = None) -> Mapping[str, Any]:
-    value = content.get(key)
-    return (
-        value
-        if isinstance(value, Mapping)
-        else _refuse(f"{where or key}: {_short(value)} is no mapping")
-    )
-
-
-def _number(content: Mapping[str, Any], key: str, where: str, is_positive: bool = False) -> float:
-    value = content.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        _refuse(f"{where}: {_short(value)} is no finite number")
-    if value < 0 or (is_positive and value == 0):
-        _refuse(f"{where}: {value:g} is not {'above' if is_positive else 'at least'} 0")
-    return float(value)
-
-
-def _count(content: Mapping[str, Any], key: str) -> int:
-    value: Any = content.get(key)
-    return (
-        int(value)
-        if _is_integer(value) and value > 0
-        else _refuse(f"{key}: {_short(value)} is no positive integer")
-    )
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _one_of(
-    content: Mapping[str, Any], key: str, valid: tuple[str, ...], where: str | None = None
-) -> str:
-    value = content.get(key)
-    if not isinstance(value, str) or value not in valid:
-        _refuse(f"{where or key}: {_short(value)} is not one of {', '.join(valid)}")
-    return value
-
-
-def _short(value: Any) -> str:
-    return cut(repr(value), 60)
-
-
-def _refuse(problem: str) -> NoReturn:
-    raise ConfigError("cluster.measured", [f"{problem}; {AGAIN}"])
-
-
-# The machine: each rate is the best known, from the config, else from calibrate, else from the
-# catalogue, whose bands are wide. Each rate names its source.
-
 
 # The rates of small kernels (by the bytes that plan/step_time.py counts) and of launches are fitted
 # to steps on H200.
@@ -256,25 +67,48 @@ def machine_of(
     Raise ConfigError for an unknown GPU, for measurements of another device, and for a missing
     rate.
     """
-    if cluster.gpus_per_node and cluster.gpu is None and measured is None:
+    is_gpu = cluster.gpus_per_node > 0
+    if is_gpu and cluster.gpu is None and measured is None:
         return None
     gpu = _gpu(cluster, measured)
-    threads = cluster.cpus_per_node
-    rates = (
-        _catalogue(gpu, precision, attention, threads)
-        if cluster.gpus_per_node
-        else _cpus(cluster, precision)
+    if is_gpu:
+        rates = _catalogue(gpu, precision, attention, cluster.cpus_per_node)
+    else:
+        rates = _cpus(cluster, precision)
+    if measured is not None:
+        rates |= _that_hold(measured, precision)
+    if "pointwise_bytes_s" not in rates and "memory_bytes_s" in rates:
+        by_memory = _small_kernels(rates["memory_bytes_s"].value, "by memory_bytes_s")
+        rates["pointwise_bytes_s"] = by_memory
+    rates |= _given(cluster)
+    rates = _unused(rates, cluster) | rates
+    _refuse_missing(rates, cluster, precision)
+    is_same = measured is not None and measured.precision == precision
+    return Machine(
+        name=_name_of(gpu, measured) if is_gpu else "CPU",
+        is_gpu=is_gpu,
+        nodes=cluster.nodes,
+        ranks_per_node=cluster.ranks_per_node,
+        gpu_memory_bytes=_memory_of(gpu, measured),
+        peak_flop_s=None if gpu is None else gpu.peak_flop_s(precision),
+        host_memory_bytes=from_gigabytes(cluster.memory_gb) if cluster.memory_gb else None,
+        rates={name: rates[name] for name in RATES},
+        measured=measured.parts if measured is not None and is_same else (),
     )
-    if measured is not None:  # compute rates of another precision do not hold
-        is_same = _RATED_AS.get(measured.precision, measured.precision) == _RATED_AS.get(
-            precision, precision
-        )
-        found = {**measured.rates, **_in_long_documents(measured)}
-        rates |= {
-            name: rate for name, rate in found.items() if is_same or name not in _OF_PRECISION
-        }
-    if "pointwise_bytes_s" not in rates and (memory := rates.get("memory_bytes_s")):
-        rates["pointwise_bytes_s"] = _small_kernels(memory.value, "by memory_bytes_s")
+
+
+def _that_hold(measured: Measured, precision: str) -> dict[str, Rate]:
+    """Return the measured rates but those of another precision."""
+    found = {**measured.rates, **_in_long_documents(measured)}
+    of_measured = _RATED_AS.get(measured.precision, measured.precision)
+    if of_measured == _RATED_AS.get(precision, precision):
+        return found
+    return {name: rate for name, rate in found.items() if name not in _OF_PRECISION}
+
+
+def _given(cluster: Cluster) -> dict[str, Rate]:
+    """Return the rates of links that the config gives."""
+    rates = {}
     if cluster.intranode_gbyte_s is not None:
         rates["in_node_bytes_s"] = _gbyte_rate(
             cluster.intranode_gbyte_s, _GIVEN_BAND, "cluster.intranode_gbyte_s"
@@ -282,25 +116,21 @@ def machine_of(
     if cluster.internode_gbit_s is not None:
         value = from_gbit_per_s(cluster.internode_gbit_s)
         rates["between_bytes_s"] = Rate.around(value, _GIVEN_BAND, "cluster.internode_gbit_s")
-    rates = _unused(rates, cluster) | rates
-    _refuse_missing(rates, cluster, precision)
-    name, memory_bytes = (gpu.name, gpu.memory_bytes) if gpu is not None else (None, None)
-    if measured is not None:
-        name = name or measured.gpu
-        memory_bytes = measured.gpu_memory_bytes or memory_bytes
-    if not cluster.gpus_per_node:
-        name = "CPU"
-    return Machine(
-        name=name or "GPU",
-        is_gpu=cluster.gpus_per_node > 0,
-        nodes=cluster.nodes,
-        ranks_per_node=cluster.ranks_per_node,
-        gpu_memory_bytes=memory_bytes,
-        peak_flop_s=None if gpu is None else gpu.peak_flop_s(precision),
-        host_memory_bytes=from_gigabytes(cluster.memory_gb) if cluster.memory_gb else None,
-        rates={name: rates[name] for name in RATES},
-        measured=measured.parts if measured is not None and measured.precision == precision else (),
-    )
+    return rates
+
+
+def _name_of(gpu: Gpu | None, measured: Measured | None) -> str:
+    """Return the name of the GPUs: the catalogue's, else the driver's."""
+    if gpu is not None:
+        return gpu.name
+    return measured.gpu or "GPU" if measured is not None else "GPU"
+
+
+def _memory_of(gpu: Gpu | None, measured: Measured | None) -> int | None:
+    """Return the memory of a GPU: as measured, else the catalogue's; None on CPUs."""
+    if measured is not None and measured.gpu_memory_bytes is not None:
+        return measured.gpu_memory_bytes
+    return None if gpu is None else gpu.memory_bytes
 
 
 def _in_long_documents(measured: Measured) -> dict[str, Rate]:
@@ -377,7 +207,7 @@ def _catalogue(gpu: Gpu | None, precision: str, attention: str, threads: int) ->
             f"{others}"
         )
     memory = gpu.memory_bytes_per_s
-    reached = reached_by(gpu, precision)
+    reached = efficiency_of(gpu, precision)
     attended = reached.flash if attention == "flash" or not gpu.is_hopper else reached.cudnn
     return rates | {
         "matmul_flop_s": Rate.around(

@@ -8,9 +8,10 @@ import pytest
 from pipeline_lib.calibrate.report import NAMES as MEASURABLE
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.errors import ConfigError
-from pipeline_lib.plan.cluster import Measured, machine_of
+from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.gpus import find_gpu, gpu_names
 from pipeline_lib.plan.machine import COSTS, End, Machine, MeasuredPart, Pass, Speeds
+from pipeline_lib.plan.measured import Measured
 from pipeline_lib.records.plan import Rate
 
 NAMES = {field.name for field in dataclasses.fields(Speeds)}

@@ -28,7 +28,7 @@ GpuClass = Literal["data centre", "workstation", "consumer", "cut down"]
 
 
 @dataclass(frozen=True)
-class Reached:
+class Efficiency:
     """The fractions of a GPU's peak that layers reach, and what they rest on.
 
     `flash` is of torch's attention kernel, `cudnn` of cuDNN's, which is for Hopper. `known` is
@@ -49,30 +49,30 @@ class Reached:
 # products fits the rows of GeForce and of Ampere's workstation cards better than 0.5.
 def _without_cudnn(
     products: float, band: float, known: str, source: str, flash: float = 0.65
-) -> Reached:
+) -> Efficiency:
     attention = flash * products
-    return Reached(products, attention, attention, band, 0.35, known, source, "2026-11")
+    return Efficiency(products, attention, attention, band, 0.35, known, source, "2026-11")
 
 
 # One H200 (benchmarks/RESULTS.md): products reach 640 to 820 TFLOP/s of 989 alone, and 665 for
 # seconds, at the board's limit of 700 W; attention 255 with torch's kernel and 405 to 430 with
 # cuDNN's in documents of 8,192. For cuDNN's a value was taken that also suits LoRA's steps on
 # documents of 32,768 and 65,536.
-_H200 = Reached(0.66, 0.278, 0.44, 0.04, 0.1, MEASURED_HERE, "benchmarks/RESULTS.md", "2026-10")
+_H200 = Efficiency(0.66, 0.278, 0.44, 0.04, 0.1, MEASURED_HERE, "benchmarks/RESULTS.md", "2026-10")
 # Between the 0.62 of the rows and our only steps on one (LoRA of 8B), which 0.64 makes 11 % too
 # slow; its attention is taken to be H200's, whose chip is the same.
-_H100 = Reached(0.64, 0.278, 0.44, 0.08, 0.15, MEASURED_HERE, "rows, and RESULTS.md", "2026-10")
+_H100 = Efficiency(0.64, 0.278, 0.44, 0.08, 0.15, MEASURED_HERE, "rows, and RESULTS.md", "2026-10")
 # Rows of products; its 0.5 for attention was set before, and rows of torch's kernel agree within a
 # third.
-_A100 = Reached(0.765, 0.5, 0.5, 0.08, 0.15, MEASURED_HERE, "rows of three sources", "2026-11")
+_A100 = Efficiency(0.765, 0.5, 0.5, 0.08, 0.15, MEASURED_HERE, "rows of three sources", "2026-11")
 # The same chips with 300 and 350 W: the row of H100 PCIe comes to 0.94 of SXM's.
-_H100_PCIE = Reached(0.6, 0.26, 0.41, 0.15, 0.25, MEASURED_ELSEWHERE, "row of GPT-2", "2026-11")
-_A100_PCIE = Reached(0.72, 0.47, 0.47, 0.15, 0.25, GUESSED, "as H100's PCIe board", "2026-11")
+_H100_PCIE = Efficiency(0.6, 0.26, 0.41, 0.15, 0.25, MEASURED_ELSEWHERE, "row of GPT-2", "2026-11")
+_A100_PCIE = Efficiency(0.72, 0.47, 0.47, 0.15, 0.25, GUESSED, "as H100's PCIe board", "2026-11")
 # 1,696 TFLOP/s of products alone, which would come to 0.64; the row of GPT-2, whose products are
 # small, to 0.5.
 _B200 = _without_cudnn(0.55, 0.2, MEASURED_ELSEWHERE, "products alone, and GPT-2's row", 0.5)
 # H20: 142 TFLOP/s of products alone, and 0.85 of that in layers, as on A100 and H200.
-_H20 = Reached(0.82, 0.34, 0.55, 0.2, 0.35, MEASURED_ELSEWHERE, "products alone", "2026-11")
+_H20 = Efficiency(0.82, 0.34, 0.55, 0.2, 0.35, MEASURED_ELSEWHERE, "products alone", "2026-11")
 
 _AMPERE_CARD = _without_cudnn(
     0.78, 0.2, MEASURED_ELSEWHERE, "rows of A40, A6000, A5000, A4500 and A4000"
@@ -128,7 +128,7 @@ _BY_CARD = {
 }
 # Cards of which nothing is known but the data sheet: GeForce as its class, with a wider band.
 _OTHER_GEFORCE = _without_cudnn(0.9, 0.25, GUESSED, "as RTX 4090, RTX 5090 and RTX 3090")
-_OTHER = Reached(0.66, 0.35, 0.35, 0.3, 0.4, GUESSED, "the middle of all others", "2026-10")
+_OTHER = Efficiency(0.66, 0.35, 0.35, 0.3, 0.4, GUESSED, "the middle of all others", "2026-10")
 # Plain cores, and cards described by hand
 _UNKNOWN = _OTHER
 
@@ -136,7 +136,7 @@ _DATA_CENTRE = ("A100", "A800", "H100", "H800", "H200", "GH200", "B200", "B300",
 _CUT_DOWN = ("H20", "H20-3e", "A10G", "A30", "L20", "RTX 4090 D")
 
 
-def reached_by(gpu: Gpu, precision: str) -> Reached:
+def efficiency_of(gpu: Gpu, precision: str) -> Efficiency:
     """Return what layers reach on a GPU, by the best that is known of it."""
     if precision == "fp32":
         return _UNKNOWN
