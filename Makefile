@@ -61,7 +61,7 @@ format: $(INSTALLED)
 	$(BIN)/snakefmt Snakefile workflow
 
 docs: $(INSTALLED)
-	$(BIN)/python -m pipeline_lib docs
+	$(BIN)/python -m tooling.docs
 
 # The environment is made once, and again when a dependency changes. torch comes first and by itself: which
 # build of it fits this machine is for pip and its index to decide, and nothing after it may replace it.

@@ -32,8 +32,9 @@ from pipeline_lib.core.files import read_json, write_json, write_text
 from pipeline_lib.model.batch import Batch
 from pipeline_lib.plan.case import Case as PlanCase
 from pipeline_lib.plan.choose import best_way, choose
-from pipeline_lib.plan.cluster import machine_of, read_measured
+from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.machine import Machine
+from pipeline_lib.plan.measured import read_measured
 from pipeline_lib.plan.passes import shape_of
 from pipeline_lib.plan.predict import Prediction
 from pipeline_lib.records.plan import Workload

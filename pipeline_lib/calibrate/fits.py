@@ -3,6 +3,8 @@
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
+
 from pipeline_lib.plan.machine import Pass
 
 LEAST_SPREAD = 0.03  # relative; the day-to-day variation of one machine
@@ -35,21 +37,19 @@ def link_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     `points` are (bytes, seconds) of at least two sizes. The fit minimizes the sum of squared
     relative errors.
     """
-    weights = [1 / seconds**2 for _, seconds in points]
-    total = sum(weights)
-    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    mean_t = sum(w * t for w, (_, t) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    slope = (
-        sum(w * (x - mean_x) * (t - mean_t) for w, (x, t) in zip(weights, points, strict=True))
-        / spread
-    )
-    latency_s = mean_t - slope * mean_x
+    sizes = np.array([size for size, _ in points], np.float64)
+    seconds = np.array([took for _, took in points], np.float64)
+    weights = 1 / seconds**2
+    mean_size = np.average(sizes, weights=weights)
+    mean_s = np.average(seconds, weights=weights)
+    beside = sizes - mean_size
+    slope = np.sum(weights * beside * (seconds - mean_s)) / np.sum(weights * beside**2)
+    latency_s = mean_s - slope * mean_size
     if slope <= 0 or latency_s <= 0:  # the latency is lost in the noise
-        most_bytes = max(x for x, _ in points)
-        slope = statistics.median(t / x for x, t in points if x == most_bytes)
-        latency_s = max(_LEAST_LATENCY_S, min(t - slope * x for x, t in points))
-    return 1 / slope, latency_s
+        is_largest = sizes == sizes.max()
+        slope = np.median(seconds[is_largest] / sizes[is_largest])
+        latency_s = max(_LEAST_LATENCY_S, np.min(seconds - slope * sizes))
+    return float(1 / slope), float(latency_s)
 
 
 def rate_of(values: Sequence[float], least_spread: float = LEAST_SPREAD) -> dict[str, float]:

@@ -55,24 +55,18 @@ USED_MEMORY = 0.85  # of the free memory
 _CPU_FLOPS = 1e10  # upper bound per pass, so that it takes less than a second
 # (strategy, recompute, compile) in order of importance, beginning with the choices of `auto`.
 ON_GPUS = (
-    *(
-        ("ddp", "none", True),
-        ("fsdp", "none", True),
-        ("fsdp", "full", True),
-        ("ddp", "none", False),
-    ),
-    *(
-        ("fsdp", "none", False),
-        ("fsdp", "full", False),
-        ("zero3", "none", False),
-        ("zero1", "none", False),
-    ),
-    *(
-        ("ddp", "full", False),
-        ("fsdp", "selective", False),
-        ("zero2", "none", False),
-        ("ddp", "selective", False),
-    ),
+    ("ddp", "none", True),
+    ("fsdp", "none", True),
+    ("fsdp", "full", True),
+    ("ddp", "none", False),
+    ("fsdp", "none", False),
+    ("fsdp", "full", False),
+    ("zero3", "none", False),
+    ("zero1", "none", False),
+    ("ddp", "full", False),
+    ("fsdp", "selective", False),
+    ("zero2", "none", False),
+    ("ddp", "selective", False),
 )
 ON_CPUS = (
     ("ddp", "none", False),
@@ -119,15 +113,18 @@ def most_tokens(geometry: Geometry, is_gpu: bool) -> int:
 def variants(task: Task) -> list[Train]:
     """Return the variants to measure, the task's own first, for one rank without offloading."""
     plain = {
-        **{
-            "micro_batch_blocks": 1,
-            "unit_layers": 1,
-            "offload": "none",
-            "deepspeed_json": None,
-            "reshard": True,
-        },
-        **{"gradient_compression": "none", "local_sgd_steps": 1, "shard_ranks": None, "freeze": ()},
-        **{"optimizer": DEFAULT, "deterministic": False, "kept_attention_layers": "auto"},
+        "micro_batch_blocks": 1,
+        "unit_layers": 1,
+        "offload": "none",
+        "deepspeed_json": None,
+        "reshard": True,
+        "gradient_compression": "none",
+        "local_sgd_steps": 1,
+        "shard_ranks": None,
+        "freeze": (),
+        "optimizer": DEFAULT,
+        "deterministic": False,
+        "kept_attention_layers": "auto",
     }
     is_gpu = task.device == "cuda"
     base = settled(task.train, is_gpu).model_copy(update=plain)
@@ -179,10 +176,40 @@ def _measure_variant(task: Task, train: Train, world: World, folder: Path, found
         raise LeftOut("DeepSpeed is not installed")
     torch.compiler.reset()  # compilations of other variants would count towards the recompile limit
     full = _tokens_that_fit(task, train, world)
-    tokens = (full // 2, full)
-    batches = [
-        _batch(task, count) for count in ((full,) if is_compiled(train) else (TINY_TOKENS, *tokens))
-    ]
+    counts = [full] if is_compiled(train) else [TINY_TOKENS, full // 2, full]
+    batches = [_batch(task, count) for count in counts]
+    few, many = _few_and_many(task, train, batches, world, folder)
+    of_layer, of_ends = _layer_and_ends(few, many)
+    if world.device.type == "cuda":
+        hosts = _host_seconds(task, train, world, folder)
+        for place, (layer_s, ends_s) in enumerate(hosts):
+            of_layer[place] = (layer_s, *of_layer[place][1:])
+            of_ends[place] = (ends_s, *of_ends[place][1:])
+    last = batches[-1]
+    for part, (forward_s, backward_s) in (("layer", of_layer), ("ends", of_ends)):
+        measured = MeasuredPart(
+            part=part,
+            shape=shape_of(task.geometry),
+            variant=variant_of(train),
+            document_tokens=last.squared_lengths / last.real_tokens,
+            supervised_fraction=last.supervised_tokens / last.real_tokens,
+            forward=pass_of((full // 2, full), *forward_s),
+            backward=pass_of((full // 2, full), *backward_s),
+        )
+        found.parts.append(measured)
+    host_s = of_layer[0][0] + of_layer[1][0]
+    if many.kernels > few.kernels and host_s > 0:
+        kernels_of_layer = (many.kernels - few.kernels) / (MANY - FEW)
+        found.launch_s = host_s / kernels_of_layer
+
+
+def _few_and_many(
+    task: Task, train: Train, batches: list[Batch], world: World, folder: Path
+) -> tuple[PassSeconds, PassSeconds]:
+    """Return the seconds of models of FEW and of MANY layers, of the last try that shows a layer.
+
+    Raises LeftOut if none does.
+    """
     # On CPUs the two models take turns, to even out the load of other processes; a GPU may not have
     # memory for both.
     together = [(FEW, MANY)] if world.device.type == "cpu" else [(FEW,), (MANY,)]
@@ -205,28 +232,7 @@ def _measure_variant(task: Task, train: Train, world: World, folder: Path, found
             "three layers took no longer than one, so much was disturbed; let nothing else run "
             "beside it"
         )
-    few, many = measured
-    of_layer, of_ends = _layer_and_ends(few, many)
-    if world.device.type == "cuda":
-        hosts = _host_seconds(task, train, world, folder)
-        of_layer = [(host[0], *times[1:]) for host, times in zip(hosts, of_layer, strict=True)]
-        of_ends = [(host[1], *times[1:]) for host, times in zip(hosts, of_ends, strict=True)]
-    last = batches[-1]
-    for part, (forward_s, backward_s) in (("layer", of_layer), ("ends", of_ends)):
-        found.parts.append(
-            MeasuredPart(
-                part,
-                shape_of(task.geometry),
-                variant_of(train),
-                last.squared_lengths / last.real_tokens,
-                last.supervised_tokens / last.real_tokens,
-                pass_of(tokens, *forward_s),
-                pass_of(tokens, *backward_s),
-            )
-        )
-    host_s = of_layer[0][0] + of_layer[1][0]
-    if many.kernels > few.kernels and host_s > 0:
-        found.launch_s = host_s / ((many.kernels - few.kernels) / (MANY - FEW))
+    return measured
 
 
 def _layer_and_ends(

@@ -24,7 +24,7 @@ from pipeline_lib.launch.environment import (
     private_rendezvous,
     rank_environments,
 )
-from pipeline_lib.plan.cluster import SCHEMA
+from pipeline_lib.plan.measured import SCHEMA
 from pipeline_lib.records.plan import Workload
 
 DEADLINE_S = 420.0  # for all ranks, including the start of their interpreters

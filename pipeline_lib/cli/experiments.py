@@ -258,10 +258,6 @@ def add_those_for_rules(commands: Any) -> None:
         "overrides", description="refuse what `dvc exp run -S` changed and no run reads"
     )
     sub.set_defaults(command=overrides)
-    docs = commands.add_parser(
-        "docs", description="write generated docs, recipes' figures and the JSON schema"
-    )
-    docs.set_defaults(command=write_docs)
 
 
 def _default(value: Path) -> str:
@@ -523,26 +519,6 @@ def rehearse(arguments: argparse.Namespace) -> None:
         conclude(dag, say)
     else:
         write_findings(dag, arguments.out, say)
-
-
-def write_docs(_: argparse.Namespace) -> None:
-    """Write the pages of the config's keys, its JSON schema, and the figures of the recipes."""
-    from pipeline_lib.config.docs import config_json_schema, config_page
-    from pipeline_lib.core.files import write_text
-    from pipeline_lib.core.language import speaking
-    from pipeline_lib.plan.recipes import PAGE, RECIPES, recipe_files
-
-    page = Path("docs/config.md")
-    chinese = Path("docs/config.zh-CN.md")
-    schema = Path("workflow/schemas/config.schema.json")
-    with speaking("en"):
-        write_text(page, config_page())
-    with speaking("zh"):
-        write_text(chinese, config_page())
-    write_text(schema, config_json_schema())
-    for path, text in recipe_files(Path()).items():
-        write_text(path, text)
-    say(f"wrote {page}, {chinese}, {schema}, {PAGE} and the headers of {RECIPES}/*.yaml")
 
 
 def publish(arguments: argparse.Namespace) -> None:

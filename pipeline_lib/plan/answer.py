@@ -18,13 +18,14 @@ from pipeline_lib.plan.amounts import expected_workload
 from pipeline_lib.plan.benchmarks import Asking, askings_of
 from pipeline_lib.plan.case import Case
 from pipeline_lib.plan.choose import Choice, choose
-from pipeline_lib.plan.cluster import Measured, machine_of, measured_of
+from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.context import not_shared, sharing_counts
 from pipeline_lib.plan.counterfactuals import Change, advice
 from pipeline_lib.plan.fitting import host_limit_in_words, host_memory, what_would_fit
 from pipeline_lib.plan.host import host_need
 from pipeline_lib.plan.known import Blocks, blocks_of, geometry_of, repetition_of
 from pipeline_lib.plan.machine import Machine, Ranks
+from pipeline_lib.plan.measured import Measured, measured_of
 from pipeline_lib.plan.memory import predict_all
 from pipeline_lib.plan.near import missed
 from pipeline_lib.plan.passes import shape_of

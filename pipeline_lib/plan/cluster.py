@@ -1,306 +1,29 @@
-"""Build the Machine of a config's cluster section, from catalogue, measurements and given rates."""
+"""Build the Machine of a config's cluster section, from catalogue, measurements and given rates.
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, NoReturn
+Each rate is the best known: from the config, else from calibrate, else from the catalogue, whose
+bands are wide. Each rate names its source.
+"""
 
-from pipeline_lib.config.content import measured_content
-from pipeline_lib.config.schema import Cluster, Config, GpuSheet
+from dataclasses import replace
+
+from pipeline_lib.config.schema import Cluster, GpuSheet
 from pipeline_lib.core.errors import ConfigError
-from pipeline_lib.core.text import cut
 from pipeline_lib.core.units import (
     from_gbit_per_s,
     from_gbyte_per_s,
     from_gigabytes,
     from_teraflops,
 )
+from pipeline_lib.plan.efficiency import efficiency_of
 from pipeline_lib.plan.gpus import Gpu, described, find_gpu, name_words, near_names
-from pipeline_lib.plan.machine import Machine, MeasuredPart, Pass, Speeds, attention_share
+from pipeline_lib.plan.machine import Machine, attention_share, beside_memory
+from pipeline_lib.plan.measured import AGAIN, RATES, Measured
 from pipeline_lib.records.plan import Rate
-
-# cluster.json: what `qwen3 calibrate CONFIG` measured on the machines that will
-# train.
-
-SCHEMA = 1
-AGAIN = "make it again with `qwen3 calibrate CONFIG`"
-RATES = tuple(field.name for field in fields(Speeds))
-PARTS = ("layer", "ends")
-PRECISIONS = ("bf16", "fp8", "fp16", "fp32")
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A model's rates and parts, measured in one precision on `nodes` nodes with `ranks` ranks.
-
-    `gpu` is the name that the driver gives the GPUs, or None on CPUs.
-    """
-
-    rates: dict[str, Rate]
-    parts: tuple[MeasuredPart, ...]
-    gpu: str | None
-    gpu_memory_bytes: int | None
-    ranks: int
-    nodes: int
-    precision: str
-
-
-def measured_of(config: Config) -> Measured | None:
-    """Return the content of the config's cluster.json; None if it names none.
-
-    Raise ConfigError, naming the file.
-    """
-    content = measured_content(config)
-    try:
-        return None if content is None else read_measured(content)
-    except ConfigError as error:
-        where = f"cluster.measured: {config.cluster.measured!r}"
-        raise ConfigError(
-            "the config", [f"{where}: {problem}" for problem in error.problems]
-        ) from error
-
-
-def read_measured(content: Mapping[str, Any]) -> Measured:
-    """Read the content of a cluster.json.
-
-    Raise ConfigError with the problem and how to make the file again.
-    """
-    schema = content.get("schema")
-    if schema != SCHEMA or isinstance(schema, bool):
-        _refuse(f"schema {schema!r}, and this version reads {SCHEMA}")
-    rates = _mapping(content, "rates")
-    unknown = sorted(set(rates) - set(RATES))
-    if unknown:
-        _refuse(f"rates.{unknown[0]}: no such rate; there are {', '.join(RATES)}")
-    gpu = content.get("gpu")
-    memory = content.get("gpu_memory_bytes")
-    if not (gpu is None or (isinstance(gpu, str) and gpu)):
-        _refuse(f"gpu: {gpu!r} is not the name of a GPU, or null")
-    if (gpu is None) != (memory is None):
-        _refuse(f"gpu is {gpu!r} and gpu_memory_bytes is {memory!r}: both are null, or none")
-    parts = content.get("parts")
-    if not isinstance(parts, list):
-        _refuse(f"parts: {_short(parts)} is no list")
-    return Measured(
-        rates={name: _rate(rates, name) for name in rates},
-        parts=tuple(_part(part, f"parts[{index}]") for index, part in enumerate(parts)),
-        gpu=gpu,
-        gpu_memory_bytes=None if memory is None else _count(content, "gpu_memory_bytes"),
-        ranks=_count(content, "ranks"),
-        nodes=_count(content, "nodes"),
-        precision=_one_of(content, "precision", PRECISIONS),
-    )
-
-
-def _rate(rates: Mapping[str, Any], name: str) -> Rate:
-    where = f"rates.{name}"
-    rate = _mapping(rates, name, where)
-    value, low, high = (
-        _number(rate, key, f"{where}.{key}", is_positive=True) for key in ("value", "low", "high")
-    )
-    if not low <= value <= high:
-        _refuse(f"{where}: low {low:g}, value {value:g} and high {high:g} are not in this order")
-    return Rate(value, low, high, "measured")
-
-
-def _part(part: Any, where: str) -> MeasuredPart:
-    if not isinstance(part, Mapping):
-        _refuse(f"{where}: {_short(part)} is no mapping")
-    shape = part.get("shape")
-    variant = part.get("variant")
-    if (
-        not isinstance(shape, list)
-        or not shape
-        or not all(_is_integer(size) and size >= 0 for size in shape)
-    ):
-        _refuse(f"{where}.shape: {_short(shape)} is no list of sizes")
-    if not isinstance(variant, str) or not variant:
-        _refuse(
-            f"{where}.variant: {_short(variant)} is not the name of a variant, as 'ddp/full/none'"
-        )
-    kind = _one_of(part, "part", PARTS, f"{where}.part")
-    supervised = _number(part, "supervised_fraction", f"{where}.supervised_fraction")
-    if supervised > 1:
-        _refuse(f"{where}.supervised_fraction: {supervised:g} is above 1")
-    return MeasuredPart(
-        part=kind,
-        shape=tuple(shape),
-        variant=variant,
-        document_tokens=_number(
-            part, "document_tokens", f"{where}.document_tokens", is_positive=True
-        ),
-        supervised_fraction=supervised,
-        forward=_pass(part, "forward", where, may_be_zero=kind == "ends"),
-        backward=_pass(part, "backward", where, may_be_zero=kind == "ends"),
-    )
-
-
-def _pass(part: Mapping[str, Any], key: str, where: str, may_be_zero: bool) -> Pass:
-    times = _mapping(part, key, f"{where}.{key}")
-    found = {
-        field.name: _number(times, field.name, f"{where}.{key}.{field.name}")
-        for field in fields(Pass)
-    }
-    if not any(found.values()) and not may_be_zero:
-        _refuse(
-            f"{where}.{key}: {', '.join(found)} are all 0, and every pass of a layer takes some "
-            "time"
-        )
-    return Pass(**found)
-
-
-def _mapping(content: Mapping[str, Any], key: str, where: str | None = None) -> Mapping[str, Any]:
-    value = content.get(key)
-    return (
-        value
-        if isinstance(value, Mapping)
-        else _refuse(f"{where or key}: {_short(value)} is no mapping")
-    )
-
-
-def _number(content: Mapping[str, Any], key: str, where: str, is_positive: bool = False) -> float:
-    value = content.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        _refuse(f"{where}: {_short(value)} is no finite number")
-    if value < 0 or (is_positive and value == 0):
-        _refuse(f"{where}: {value:g} is not {'above' if is_positive else 'at least'} 0")
-    return float(value)
-
-
-def _count(content: Mapping[str, Any], key: str) -> int:
-    value: Any = content.get(key)
-    return (
-        int(value)
-        if _is_integer(value) and value > 0
-        else _refuse(f"{key}: {_short(value)} is no positive integer")
-    )
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _one_of(
-    content: Mapping[str, Any], key: str, valid: tuple[str, ...], where: str | None = None
-) -> str:
-    value = content.get(key)
-    if not isinstance(value, str) or value not in valid:
-        _refuse(f"{where or key}: {_short(value)} is not one of {', '.join(valid)}")
-    return value
-
-
-def _short(value: Any) -> str:
-    return cut(repr(value), 60)
-
-
-def _refuse(problem: str) -> NoReturn:
-    raise ConfigError("cluster.measured", [f"{problem}; {AGAIN}"])
-
-
-# The machine: each rate is the best known, from the config, else from calibrate, else from the
-# catalogue, whose bands are wide. Each rate names its source.
-
-
-_MEASURED_HERE = "measured in layers of this card"
-_MEASURED_ELSEWHERE = "products measured elsewhere on this card"
-_GUESSED = "guessed from its data sheet"
-
-
-@dataclass(frozen=True)
-class _Reached:
-    """The fractions of a GPU's peak that layers of real models reach, and their relative errors.
-
-    `flash` is of torch's attention kernel, `cudnn` of cuDNN's, which is for Hopper. Both hold in
-    long documents. `known` says what they rest on.
-    """
-
-    products: float
-    flash: float
-    cudnn: float
-    products_band: float
-    attention_band: float
-    known: str
-
-
-# Measured on one H200 (benchmarks/RESULTS.md): products reach 640 to 820 TFLOP/s of 989 alone, and
-# 665 for seconds, at the board's limit of 700 W; attention 255 with torch's kernel and 405 to 430
-# with cuDNN's in documents of 8,192. For cuDNN's a value was taken that also suits LoRA's steps on
-# documents of 32,768 and 65,536. A100's products are fitted to one half of the rows of
-# benchmarks/published.jsonl, with attention by the kernel that each source names; its 0.5 for
-# attention was set before, and rows of torch's kernel in that half agree within a third. H100's
-# products lie between the 0.62 of that half and our only steps on one (LoRA of 8B), which 0.64
-# makes 11 % too slow; its attention is taken to be H200's, whose chip is the same.
-_H200 = _Reached(0.66, 0.278, 0.44, 0.04, 0.1, _MEASURED_HERE)
-_H100 = _Reached(0.64, 0.278, 0.44, 0.1, 0.15, _MEASURED_HERE)
-_A100 = _Reached(0.77, 0.5, 0.5, 0.1, 0.15, _MEASURED_HERE)
-# By the names of the catalogue: boards of less power are other cards. A800 and H800 differ in their
-# links only.
-_IN_LAYERS = {
-    "H200": _H200,
-    "H100 SXM": _H100,
-    "H800 SXM": _H100,
-    "A100 80GB SXM": _A100,
-    "A100 40GB SXM": _A100,
-    "A800 80GB SXM": _A100,
-}
-# TFLOP/s of torch.mm alone in bf16 (V100 and T4: fp16), the best of squares of 1,024 to 10,240, the
-# median of the entries for each card: github.com/zzc0721/torch-performence-test-data, database.md,
-# read in November 2026. GeForce boards run above the clock that their data sheets count.
-_PRODUCTS_ALONE_TFLOP_S = {
-    "B200": 1696,
-    "H20": 142,
-    "L40S": 269,
-    "RTX PRO 6000": 414,
-    "RTX A6000": 123,
-    "RTX 3060 Ti": 36.5,
-    "RTX 4090": 165,
-    "RTX 4090 D": 149,
-    "RTX 5090": 239,
-    "V100 16GB SXM": 94.8,
-    "T4": 41.9,
-}
-# Layers reach so much of that: 0.83 on H200 (790 alone), 0.80 on H100 (791), 0.91 on A100 (265).
-_OF_PRODUCTS_ALONE, _ALONE_BAND = 0.85, 0.2
-# Attention of torch's kernel, relative to products in layers: on A100, for which it is written, and
-# on Hopper, with cuDNN's too. Blackwell's data-centre chips are taken to be as Hopper.
-_FLASH_OF_PRODUCTS, _FLASH_ON_HOPPER, _CUDNN_ON_HOPPER = 0.65, 0.42, 0.67
-_ATTENTION_ALONE_BAND = 0.35
-# Cards with products that are summed in fp32 at half the rate of their tensor cores: those that
-# were measured reach 1.0 to 1.14 of the peak alone.
-_GEFORCE = _Reached(0.85, 0.55, 0.55, 0.25, 0.4, _GUESSED)
-# RTX 3090: torch.mm alone reaches 76.6 TFLOP/s by the same table, which would be 0.91 in layers;
-# published training steps, which are not in published.jsonl, come to 0.72 (issue 44).
-_RTX_3090 = _Reached(0.8, 0.52, 0.52, 0.25, 0.4, _MEASURED_ELSEWHERE)
-_UNMEASURED = _Reached(0.66, 0.35, 0.35, 0.3, 0.4, _GUESSED)
-
-
-def _reached_by(gpu: Gpu, precision: str) -> _Reached:
-    """Return what layers reach on a GPU, by the best that is known of it."""
-    if precision == "fp32":
-        return _UNMEASURED
-    if gpu.name in _IN_LAYERS:
-        return _IN_LAYERS[gpu.name]
-    if gpu.name == "RTX 3090":
-        return _RTX_3090
-    if gpu.name not in _PRODUCTS_ALONE_TFLOP_S:
-        return _GEFORCE if gpu.is_geforce else _UNMEASURED
-    alone = from_teraflops(_PRODUCTS_ALONE_TFLOP_S[gpu.name]) / gpu.half_flop_s
-    products = _OF_PRODUCTS_ALONE * alone
-    is_like_hopper = gpu.is_hopper or gpu.name == "B200"
-    return _Reached(
-        products,
-        products * (_FLASH_ON_HOPPER if is_like_hopper else _FLASH_OF_PRODUCTS),
-        products * (_CUDNN_ON_HOPPER if gpu.is_hopper else _FLASH_OF_PRODUCTS),
-        _ALONE_BAND,
-        _ATTENTION_ALONE_BAND,
-        _MEASURED_ELSEWHERE,
-    )
-
 
 # The rates of small kernels (by the bytes that plan/step_time.py counts) and of launches are fitted
 # to steps on H200.
 _STREAM, _STREAM_BAND = 0.85, 0.1
-_POINTWISE, _POINTWISE_BAND = 0.4, 0.4
+_EAGER_ON_CHIP_BYTES_S, _POINTWISE_BAND = 3.6e12, 0.3
 # Typical values for hosts that have GPUs.
 _LAUNCH_S, _LAUNCH_BAND = 20e-6, 0.6
 _LATENCY_S, _LATENCY_BAND = 30e-6, 1.0  # of a collective over NVLink; over PCIe about the same
@@ -344,26 +67,48 @@ def machine_of(
     Raise ConfigError for an unknown GPU, for measurements of another device, and for a missing
     rate.
     """
-    if cluster.gpus_per_node and cluster.gpu is None and measured is None:
+    is_gpu = cluster.gpus_per_node > 0
+    if is_gpu and cluster.gpu is None and measured is None:
         return None
     gpu = _gpu(cluster, measured)
-    threads = cluster.cpus_per_node
-    rates = (
-        _catalogue(gpu, precision, attention, threads)
-        if cluster.gpus_per_node
-        else _cpus(cluster, precision)
+    if is_gpu:
+        rates = _catalogue(gpu, precision, attention, cluster.cpus_per_node)
+    else:
+        rates = _cpus(cluster, precision)
+    if measured is not None:
+        rates |= _that_hold(measured, precision)
+    if "pointwise_bytes_s" not in rates and "memory_bytes_s" in rates:
+        by_memory = _small_kernels(rates["memory_bytes_s"].value, "by memory_bytes_s")
+        rates["pointwise_bytes_s"] = by_memory
+    rates |= _given(cluster)
+    rates = _unused(rates, cluster) | rates
+    _refuse_missing(rates, cluster, precision)
+    is_same = measured is not None and measured.precision == precision
+    return Machine(
+        name=_name_of(gpu, measured) if is_gpu else "CPU",
+        is_gpu=is_gpu,
+        nodes=cluster.nodes,
+        ranks_per_node=cluster.ranks_per_node,
+        gpu_memory_bytes=_memory_of(gpu, measured),
+        peak_flop_s=None if gpu is None else gpu.peak_flop_s(precision),
+        host_memory_bytes=from_gigabytes(cluster.memory_gb) if cluster.memory_gb else None,
+        rates={name: rates[name] for name in RATES},
+        measured=measured.parts if measured is not None and is_same else (),
     )
-    if measured is not None:  # compute rates of another precision do not hold
-        is_same = _RATED_AS.get(measured.precision, measured.precision) == _RATED_AS.get(
-            precision, precision
-        )
-        found = {**measured.rates, **_in_long_documents(measured)}
-        rates |= {
-            name: rate for name, rate in found.items() if is_same or name not in _OF_PRECISION
-        }
-    if "pointwise_bytes_s" not in rates and (memory := rates.get("memory_bytes_s")):
-        value = _POINTWISE / _STREAM * memory.value
-        rates["pointwise_bytes_s"] = Rate.around(value, _POINTWISE_BAND, "by memory_bytes_s")
+
+
+def _that_hold(measured: Measured, precision: str) -> dict[str, Rate]:
+    """Return the measured rates but those of another precision."""
+    found = {**measured.rates, **_in_long_documents(measured)}
+    of_measured = _RATED_AS.get(measured.precision, measured.precision)
+    if of_measured == _RATED_AS.get(precision, precision):
+        return found
+    return {name: rate for name, rate in found.items() if name not in _OF_PRECISION}
+
+
+def _given(cluster: Cluster) -> dict[str, Rate]:
+    """Return the rates of links that the config gives."""
+    rates = {}
     if cluster.intranode_gbyte_s is not None:
         rates["in_node_bytes_s"] = _gbyte_rate(
             cluster.intranode_gbyte_s, _GIVEN_BAND, "cluster.intranode_gbyte_s"
@@ -371,25 +116,21 @@ def machine_of(
     if cluster.internode_gbit_s is not None:
         value = from_gbit_per_s(cluster.internode_gbit_s)
         rates["between_bytes_s"] = Rate.around(value, _GIVEN_BAND, "cluster.internode_gbit_s")
-    rates = _unused(rates, cluster) | rates
-    _refuse_missing(rates, cluster, precision)
-    name, memory_bytes = (gpu.name, gpu.memory_bytes) if gpu is not None else (None, None)
-    if measured is not None:
-        name = name or measured.gpu
-        memory_bytes = measured.gpu_memory_bytes or memory_bytes
-    if not cluster.gpus_per_node:
-        name = "CPU"
-    return Machine(
-        name=name or "GPU",
-        is_gpu=cluster.gpus_per_node > 0,
-        nodes=cluster.nodes,
-        ranks_per_node=cluster.ranks_per_node,
-        gpu_memory_bytes=memory_bytes,
-        peak_flop_s=None if gpu is None else gpu.peak_flop_s(precision),
-        host_memory_bytes=from_gigabytes(cluster.memory_gb) if cluster.memory_gb else None,
-        rates={name: rates[name] for name in RATES},
-        measured=measured.parts if measured is not None and measured.precision == precision else (),
-    )
+    return rates
+
+
+def _name_of(gpu: Gpu | None, measured: Measured | None) -> str:
+    """Return the name of the GPUs: the catalogue's, else the driver's."""
+    if gpu is not None:
+        return gpu.name
+    return measured.gpu or "GPU" if measured is not None else "GPU"
+
+
+def _memory_of(gpu: Gpu | None, measured: Measured | None) -> int | None:
+    """Return the memory of a GPU: as measured, else the catalogue's; None on CPUs."""
+    if measured is not None and measured.gpu_memory_bytes is not None:
+        return measured.gpu_memory_bytes
+    return None if gpu is None else gpu.memory_bytes
 
 
 def _in_long_documents(measured: Measured) -> dict[str, Rate]:
@@ -466,7 +207,7 @@ def _catalogue(gpu: Gpu | None, precision: str, attention: str, threads: int) ->
             f"{others}"
         )
     memory = gpu.memory_bytes_per_s
-    reached = _reached_by(gpu, precision)
+    reached = efficiency_of(gpu, precision)
     attended = reached.flash if attention == "flash" or not gpu.is_hopper else reached.cudnn
     return rates | {
         "matmul_flop_s": Rate.around(
@@ -476,7 +217,7 @@ def _catalogue(gpu: Gpu | None, precision: str, attention: str, threads: int) ->
             attended * peak, reached.attention_band, f"{source}, {reached.known}"
         ),
         "memory_bytes_s": Rate.around(_STREAM * memory, _STREAM_BAND, source),
-        "pointwise_bytes_s": Rate.around(_POINTWISE * memory, _POINTWISE_BAND, source),
+        "pointwise_bytes_s": _small_kernels(_STREAM * memory, source),
         "in_node_bytes_s": Rate.around(
             gpu.link.bytes_per_s, gpu.link.factor - 1, f"{source}, {gpu.link.name}"
         ),
@@ -546,6 +287,11 @@ def _refuse_missing(rates: dict[str, Rate], cluster: Cluster, precision: str) ->
     if missing:
         text = f"lacks {', '.join(missing)}, and the GPU is not in the catalogue; {AGAIN}"
         raise _error(f"cluster.measured: {text} in {precision}, on two ranks or more")
+
+
+def _small_kernels(memory_bytes_s: float, source: str) -> Rate:
+    value = beside_memory(memory_bytes_s, _EAGER_ON_CHIP_BYTES_S)
+    return Rate.around(value, _POINTWISE_BAND, source)
 
 
 def _gbyte_rate(gbyte_s: float, fraction: float, source: str) -> Rate:

@@ -242,10 +242,14 @@ def _gpu(
 # one. GeForce cards sum in fp32 at half rate, and their sheets give the other; peaks of fp8 and fp4
 # in sheets are sparse, so 1457 / 4 is a quarter of that for fp8. A800 and H800 have A100's and
 # H100's figures and slower links; NVIDIA's partners tell those of cards without a public sheet.
+# Blackwell's boards have more memory than their sheets say, and less bandwidth: nvidia-smi shows
+# 275,040 MiB of B300, 189,471 of GB200 and 183,359 of B200, of which torch reports 0.4 % less; the
+# driver says 7,680 bits at 3,996 MHz (pytorch/ao#4002). "Cores and clock": NVIDIA's count of cores
+# times the boost clock, as resellers' pages have them, for cards without a sheet of tensor rates.
 _CATALOGUE: tuple[tuple[frozenset[str], Gpu], ...] = (
-    _gpu("b300", "B300", 10.3, (244.5, 2250, 75, 8000), _NVLINK_5, "HGX B300 sheet / 8"),
-    _gpu("gb200", "GB200", 10.0, (173.2, 2500, 80, 8000), _NVLINK_5, "GB200 NVL72 sheet / 72"),
-    _gpu("b200", "B200", 10.0, (178.3, 2250, 75, 8000), _NVLINK_5, "HGX B200 sheet / 8"),
+    _gpu("b300", "B300", 10.3, (267.4, 2250, 75, 7672), _NVLINK_5, "HGX B300 sheet / 8"),
+    _gpu("gb200", "GB200", 10.0, (184.2, 2500, 80, 8000), _NVLINK_5, "GB200 NVL72 sheet / 72"),
+    _gpu("b200", "B200", 10.0, (178.3, 2250, 75, 7672), _NVLINK_5, "HGX B200 sheet / 8"),
     _gpu("h200 nvl", "H200 NVL", 9.0, (139.8, 835.5, 60, 4800), _PCIE_5, "H200 data sheet"),
     _gpu("h200", "H200", 9.0, (139.8, 989.4, 67, 4800), _NVLINK_4, "H200 data sheet"),
     _gpu(
@@ -271,6 +275,8 @@ _CATALOGUE: tuple[tuple[frozenset[str], Gpu], ...] = (
     _gpu("a30", "A30", 8.0, (23.5, 165, 10.3, 933), _PCIE_4, "A30 data sheet"),
     _gpu("a10", "A10", 8.6, (22.0, 125, 31.2, 600), _PCIE_A10, "A10 data sheet"),
     _gpu("a10g", "A10G", 8.6, (22.0, 70, 31.5, 600), _PCIE_NO_P2P, "A10G data sheet"),
+    _gpu("a4000", "RTX A4000", 8.6, (15.6, 76.7, 19.2, 448), _PCIE_4, "cores and clock"),
+    _gpu("a4500", "RTX A4500", 8.6, (19.6, 94.6, 23.7, 640), _PCIE_4, "cores and clock"),
     _gpu("a5000", "RTX A5000", 8.6, (23.5, 111.1, 27.8, 768), _PCIE_4, "RTX A5000 data sheet"),
     _gpu("a6000", "RTX A6000", 8.6, (47.4, 154.8, 38.7, 768), _PCIE_4, "RTX A6000 data sheet"),
     _gpu("6000 ada", "RTX 6000 Ada", 8.9, (47.3, 364.2, 91.1, 960), _PCIE_4, "its sheet: 1457 / 4"),

@@ -45,6 +45,14 @@ def attention_share(document_tokens: float) -> float:
     return document_tokens / (document_tokens + _BESIDE_A_DOCUMENT)
 
 
+def beside_memory(memory_bytes_s: float, on_chip_bytes_s: float) -> float:
+    """Return the bytes/s of kernels that take time on the chip beside that in its memory.
+
+    So a card with slow memory reaches more of its bandwidth in them than one with fast memory.
+    """
+    return 1 / (1 / memory_bytes_s + 1 / on_chip_bytes_s)
+
+
 # Rates in seconds, of which less is better.
 COSTS = frozenset({"launch_s", "in_node_latency_s", "between_latency_s"})
 

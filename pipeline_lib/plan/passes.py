@@ -23,7 +23,7 @@ from pipeline_lib.arch.layers import (
 from pipeline_lib.config.train import AUTO, Lora, Train
 from pipeline_lib.plan.activations import Arithmetic, compute_bytes, exchanged_bytes_per_token
 from pipeline_lib.plan.case import Case
-from pipeline_lib.plan.machine import End, Machine, MeasuredPart, Pass, Speeds
+from pipeline_lib.plan.machine import End, Machine, MeasuredPart, Pass, Speeds, beside_memory
 from pipeline_lib.plan.moments import Model
 from pipeline_lib.plan.trained import trained_shapes
 from pipeline_lib.plan.workload import documents_at
@@ -55,7 +55,9 @@ _EAGER = (_Bytes(80, 58, 10), _Bytes(_BACKWARD * 80, _BACKWARD * 58, _BACKWARD *
 # their weights 2; SwiGLU 3 + 2.
 _COMPILED = (_Bytes(18, 4, 6), _Bytes(24 + 16, 6 + 4, 10))
 _COMPILED_FROZEN = (_COMPILED[0], _Bytes(24, 6, 10))  # with frozen norm weights
-_COMPILED_RATE = 0.8  # fraction of a long stream's bandwidth that torch's fused kernels achieve
+# Beside its time in memory, each byte of a fused kernel takes as long as at this rate on the chip:
+# on H200 they come to 0.8 of a long stream's bandwidth.
+_FUSED_ON_CHIP_BYTES_S = 16e12
 _AUTOCAST = 1.2  # norms with fp32 weights output fp32, which is cast again for each product
 _ADAPTED = 1.15  # peft's own modules
 # reads and writes of two copies, by model/context.py; not measured on a GPU
@@ -327,7 +329,7 @@ def _layer(
 
 def _pointwise(geometry: Geometry, train: Train, speeds: Speeds) -> tuple[float, float]:
     """Return seconds per token, forward and backward, without weight products and attention."""
-    compiled_rate = _COMPILED_RATE * speeds.memory_bytes_s
+    compiled_rate = beside_memory(speeds.memory_bytes_s, _FUSED_ON_CHIP_BYTES_S)
     compiled = _COMPILED_FROZEN if train.method == "lora" else _COMPILED
     kinds, rate = (
         (compiled, compiled_rate) if is_compiled(train) else (_EAGER, speeds.pointwise_bytes_s)
@@ -394,13 +396,11 @@ def _weight_passes(geometry: Geometry, train: Train, speeds: Speeds) -> tuple[fl
         moved = ((number + FP32_BYTES) * trained, (number + 4 * FP32_BYTES) * trained)
     else:
         moved = (0.0, (number + 2 * FP32_BYTES) * trained)
-    # read, and written
-    dequantized = (NF4_BYTES + number) * model.quantized / geometry.layers / _COMPILED_RATE
-    passes = (1, 2 if recompute_of(train) == "full" else 1)
-    forward, backward = (
-        bytes_moved + dequantized * times for bytes_moved, times in zip(moved, passes, strict=True)
-    )
-    return forward / speeds.memory_bytes_s, backward / speeds.memory_bytes_s
+    read_and_written = (NF4_BYTES + number) * model.quantized / geometry.layers
+    dequantized_s = read_and_written / beside_memory(speeds.memory_bytes_s, _FUSED_ON_CHIP_BYTES_S)
+    forward_s = moved[0] / speeds.memory_bytes_s + dequantized_s
+    times = 2 if recompute_of(train) == "full" else 1
+    return forward_s, moved[1] / speeds.memory_bytes_s + times * dequantized_s
 
 
 def _launches(geometry: Geometry, train: Train) -> tuple[float, float]:

@@ -46,7 +46,7 @@ from pipeline_lib.plan.amounts import expected_workload
 from pipeline_lib.plan.answer import in_lines, is_hopeless, lacking, lacking_at_least
 from pipeline_lib.plan.case import Case
 from pipeline_lib.plan.choose import leanest, no_way
-from pipeline_lib.plan.cluster import machine_of, measured_of
+from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.context import not_shared, sharing_counts
 from pipeline_lib.plan.fitting import what_would_fit
 from pipeline_lib.plan.known import (
@@ -56,6 +56,7 @@ from pipeline_lib.plan.known import (
     remembered_specs,
 )
 from pipeline_lib.plan.machine import Machine, Ranks
+from pipeline_lib.plan.measured import measured_of
 from pipeline_lib.plan.predict import fits, lacks_host_memory
 from pipeline_lib.plan.stages import Run, later_problems, run_of_config, stored_bytes
 

@@ -16,8 +16,8 @@ from pipeline_lib.core.run_folder import PLAN_NAME
 from pipeline_lib.core.stage import Job
 from pipeline_lib.data.blocks import read_index
 from pipeline_lib.plan.answer import Question, answer, run_of
-from pipeline_lib.plan.cluster import read_measured
 from pipeline_lib.plan.known import BLOCK_SIZES, read_blocks, repetition_in
+from pipeline_lib.plan.measured import read_measured
 from pipeline_lib.plan.preflight import no_room
 from pipeline_lib.plan.show import render
 from pipeline_lib.plan.stages import stored_bytes

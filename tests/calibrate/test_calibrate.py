@@ -24,9 +24,10 @@ from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.store import Store
 from pipeline_lib.doctor.exchange import Collective
 from pipeline_lib.launch.environment import ALLOCATOR
-from pipeline_lib.plan.cluster import machine_of, read_measured
+from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.known import geometry_of, workload_of
 from pipeline_lib.plan.machine import End, Ranks
+from pipeline_lib.plan.measured import read_measured
 from pipeline_lib.plan.traffic import Exchange, Kind, duration_of
 from pipeline_lib.plan.workload import assumed_workload
 from pipeline_lib.train.dist import World, process_group

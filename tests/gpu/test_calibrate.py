@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from pipeline_lib.core.files import write_json, write_text
-from pipeline_lib.plan.cluster import Measured, read_measured
 from pipeline_lib.plan.gpus import find_gpu
+from pipeline_lib.plan.measured import Measured, read_measured
 
 GPUS = torch.cuda.device_count()
 pytestmark = [

@@ -159,7 +159,7 @@ def test_every_name_of_the_catalogue_finds_itself_with_figures_of_the_size_that_
     assert gpu is not None
     assert gpu.name == name
     assert gpu.source
-    assert 7 * 2**30 < gpu.memory_bytes < 250 * 2**30
+    assert 7 * 2**30 < gpu.memory_bytes < 270 * 2**30
     assert 25e12 < gpu.half_flop_s <= 2500e12
     assert 1.7 < gpu.half_flop_s / gpu.fp32_flop_s < 32
     assert 300e9 <= gpu.memory_bytes_per_s <= 8000e9
@@ -212,3 +212,18 @@ def test_products_in_fp8_begin_with_ada_and_mfu_is_over_the_peak_of_bf16() -> No
         name for name, gpu in found.items() if gpu and gpu.peak_flop_s("fp8") is None
     } == without
     assert peak_flops("h200", "fp8") == peak_flops("h200", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "mebibytes"), [("b300", 275_040), ("gb200", 189_471), ("b200", 183_359)]
+)
+def test_torch_has_a_little_less_of_a_blackwell_board_than_nvidia_smi_shows(
+    name: str, mebibytes: int
+) -> None:
+    gpu = find_gpu(name)
+    assert gpu is not None
+    assert 0.99 < gpu.memory_bytes / (mebibytes * 2**20) < 1
+
+
+def test_a_b300_is_found_by_its_nominal_size() -> None:
+    assert find_gpu("B300 288GB") == find_gpu("b300")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pipeline_lib.core.errors import ConfigError
-from pipeline_lib.plan.cluster import read_measured
 from pipeline_lib.plan.machine import Pass
+from pipeline_lib.plan.measured import read_measured
 from pipeline_lib.records.plan import Rate
 
 CONTENT: dict[str, Any] = {

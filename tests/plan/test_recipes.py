@@ -18,7 +18,8 @@ from pipeline_lib.config.load import load_configs
 from pipeline_lib.config.schema import FileData, HubModel
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.plan import preflight
-from pipeline_lib.plan.recipes import (
+from tests.fake_hub import FakeHub
+from tooling.recipes import (
     BEGIN,
     END,
     PAGE,
@@ -28,7 +29,6 @@ from pipeline_lib.plan.recipes import (
     read_recipe,
     recipe_files,
 )
-from tests.fake_hub import FakeHub
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.name for path in (ROOT / RECIPES).glob("*.yaml"))

@@ -1,0 +1,1 @@
+"""What maintains this repository and is no part of the library."""
