@@ -12,6 +12,7 @@ from pipeline_lib.config.load import NONE_OVERRIDDEN, Overrides, load_sweep
 from pipeline_lib.config.rope import ROPE
 from pipeline_lib.config.schema import EXPORT_TYPES, Cluster, Config, HubRepository
 from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.spec_settings import PUSH
 from pipeline_lib.config.stages import BASE_BENCHMARK, LAST_MERGE, STAGES, Stage, kind_of, stage_of
 from pipeline_lib.config.strict_yaml import YamlDocument
 from pipeline_lib.config.sweep import collapsed
@@ -73,6 +74,8 @@ def _parts_of(kind: str, config: Config, content: Content) -> list[str]:
     if kind in ("overlap", "benchmark", BASE_BENCHMARK) and not config.evaluate.benchmarks:
         return []
     if kind == "generation" and not content.generation:
+        return []
+    if kind.startswith(PUSH) and getattr(config.push, kind.removeprefix(PUSH)) is None:
         return []
     if kind == LAST_MERGE and config.merge.average is None:
         return []

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pipeline_lib.config.content import Content
 from pipeline_lib.config.schema import EXPORT_TYPES, FP8, Config
 from pipeline_lib.config.spec_settings import (
+    PUSH,
     benchmark_settings,
     download_settings,
     download_where,
@@ -20,6 +21,7 @@ from pipeline_lib.config.spec_settings import (
     merge_settings,
     overlap_settings,
     plan_settings,
+    push_settings,
     report_settings,
     shard_settings,
     tokenize_settings,
@@ -124,6 +126,11 @@ def _merge_title(config: Config, parts: Sequence[str]) -> str:
 def _benchmark_title(config: Config, parts: Sequence[str]) -> str:
     model = "base model" if BASE_BENCHMARK in parts else "tuned model"
     return f"{model} on {', '.join(one.name for one in config.evaluate.benchmarks)}"
+
+
+def _push_title(config: Config, parts: Sequence[str]) -> str:
+    hubs = [part.removeprefix(PUSH) for part in parts]
+    return f"model folder to {' and '.join(hubs)}"
 
 
 def _export_title(config: Config, parts: Sequence[str]) -> str:
@@ -283,6 +290,19 @@ _ROWS = (
         settings=report_settings,
         job="read",
         product=Product("report.html", "report.html"),
+    ),
+    Stage(
+        name="push",
+        version=1,
+        module="pipeline_lib.export.push",
+        parts={
+            "push_huggingface": ("merge", "benchmark"),
+            "push_modelscope": ("merge", "benchmark"),
+        },
+        title=_push_title,
+        settings=push_settings,
+        job="read",
+        product=Product("", "pushed.json"),
     ),
 )
 STAGES: dict[str, Stage] = {row.name: row for row in _ROWS}
