@@ -10,7 +10,7 @@ from pipeline_lib.config.benchmarks import Benchmark
 from pipeline_lib.config.docs import config_json_schema, config_page
 from pipeline_lib.config.load import load_configs
 from pipeline_lib.config.rope import Rope
-from pipeline_lib.config.schema import ConfigFile, GpuSheet
+from pipeline_lib.config.schema import Average, ConfigFile, GpuSheet
 from pipeline_lib.config.train import PLACEMENT_KEYS, RENAMED
 from tests.config.keys import all_keys, plain
 from tests.docs.pages import read, yaml_blocks
@@ -64,6 +64,7 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
         *Rope.model_fields,
         *GpuSheet.model_fields,
         *Benchmark.model_fields,
+        *Average.model_fields,
     ]
     assert sorted(row[0] for row in rows) == sorted(keys)
     for key, *cells in rows:
@@ -130,6 +131,7 @@ def test_the_schema_knows_every_key_and_refuses_others() -> None:
         *Rope.model_fields,
         *GpuSheet.model_fields,
         *Benchmark.model_fields,
+        *Average.model_fields,
     ]
     assert sorted(name for name in names if name not in holders) == sorted(keys)
     assert all(section["additionalProperties"] is False for section in sections)
