@@ -9,11 +9,12 @@ from typing import Any, Literal, TypeVar
 from pipeline_lib.config.content import HASHES_NAME, Content, HashCache, read_content
 from pipeline_lib.config.halving import Halving, until
 from pipeline_lib.config.load import NONE_OVERRIDDEN, Overrides, load_sweep
+from pipeline_lib.config.parts import parts_of
 from pipeline_lib.config.rope import ROPE
-from pipeline_lib.config.schema import EXPORT_TYPES, Cluster, Config, HubRepository
+from pipeline_lib.config.schema import Cluster, Config, HubRepository
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.config.spec_settings import ADAPTER_PART, PARENT, ROOT, TRAINED_MODEL
-from pipeline_lib.config.stages import BASE_BENCHMARK, LAST_MERGE, STAGES, Stage, kind_of, stage_of
+from pipeline_lib.config.stages import LAST_MERGE, STAGES, Stage, kind_of, stage_of
 from pipeline_lib.config.strict_yaml import YamlDocument
 from pipeline_lib.config.sweep import collapsed
 from pipeline_lib.config.train import DEALING, PLACEMENT_KEYS, Train, read_train
@@ -67,35 +68,9 @@ def compile_config(config: Config, content: Content) -> Experiment:
     specs: dict[str, Spec] = {}
     for stage in STAGES.values():
         for kind in stage.parts:
-            for part in _parts_of(kind, config, content, parent):
+            for part in parts_of(kind, config, content):
                 specs[part] = _compiled(stage, part, specs, config, content, parent)
     return Experiment(config, specs, parent)
-
-
-def _parts_of(kind: str, config: Config, content: Content, parent: Experiment | None) -> list[str]:
-    """Return the parts of `kind` that the experiment has."""
-    if kind == "data":
-        return [f"data.{index}" for index in range(len(config.data.sources))]
-    if kind == ROOT and config.parent is None:
-        return []
-    if kind == "questions":
-        return [f"questions.{number}" for number in range(len(config.evaluate.benchmarks))]
-    if kind in ("overlap", "benchmark", BASE_BENCHMARK) and not config.evaluate.benchmarks:
-        return []
-    if kind == PARENT and not config.continues:
-        return []
-    if kind == ADAPTER_PART and not config.continues and config.starting_adapter is None:
-        return []
-    if kind == LAST_MERGE and config.merge.average is None:
-        return []
-    if kind == "generation":
-        is_there = bool(content.generation)
-        if parent is not None and config.continues:
-            is_there = kind in parent.specs
-        return [kind] if is_there else []
-    if kind in EXPORT_TYPES and kind not in config.export:
-        return []
-    return [kind]
 
 
 def _compiled(

@@ -124,5 +124,6 @@ EFFECTS: dict[str, Effect] = {
     **_of("evaluate.", "prompts generations max_new_tokens", EVALUATE, Result.YES),
     "evaluate.benchmarks": Effect(BENCHMARK, Result.YES),
     **_of("ship.", "gain keep loops unended", REPORT, Result.NO),
+    **_of("push.", "huggingface modelscope", ("push",), Result.NO),
     "report.language": Effect(("report",), Result.NO),
 }

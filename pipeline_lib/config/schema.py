@@ -595,6 +595,23 @@ ExportType = Literal["gguf-f16", "gguf-q8_0", "gguf-q4_k_m", "fp8"]
 EXPORT_TYPES: tuple[str, ...] = get_args(ExportType)
 
 
+RepositoryName = Annotated[str, Field(pattern=REPOSITORY_PATTERN)]
+
+
+class Push(Section):
+    """The hubs to which the finished model folder is uploaded, as the last stage.
+
+    The token is that of the hub's own client, from the environment, and never a key here.
+    """
+
+    huggingface: RepositoryName | None = Field(
+        None, description="`owner/name` on Hugging Face; made private if it is not there"
+    )
+    modelscope: RepositoryName | None = Field(
+        None, description="`owner/name` on ModelScope; made private if it is not there"
+    )
+
+
 class Report(Section):
     """The page of an experiment's results."""
 
@@ -628,6 +645,7 @@ class Config(Section):
         "Ollama, `fp8` for vLLM and SGLang",
     )
     report: Report = Report()
+    push: Push = Push()
 
     @property
     def asked(self) -> Evaluate:

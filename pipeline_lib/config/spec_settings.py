@@ -37,6 +37,7 @@ ROW_KEYS = frozenset(Rows.model_fields) - Weighted.model_fields.keys()
 USE_KEYS = frozenset(Weighted.model_fields)
 # In the spec of a merge of several checkpoints: how far they are apart.
 SAVE_EVERY_STEPS = "save_every_steps"
+PUSH = "push_"  # how the names of the parts of the stage push begin, before the hub
 # Keys of a benchmark that decide which questions it asks.
 ASKED_KEYS = ("name", "score", "max_questions", "few_shot", "seed")
 # Keys of `tokenize` and `shard` that decide whether a result is accepted and into how many files it
@@ -210,6 +211,15 @@ def overlap_settings(config: Config, content: Content, part: str) -> dict[str, A
         settings = settings_of(benchmark)
         benchmarks.append({key: settings[key] for key in ASKED_KEYS if key in settings})
     return {"benchmarks": benchmarks}
+
+
+def push_settings(config: Config, content: Content, part: str) -> dict[str, Any]:
+    """Return the hub of `part`, the repository there, and the rules by which it may ship."""
+    hub = part.removeprefix(PUSH)
+    settings: dict[str, Any] = {"hub": hub, "repository": getattr(config.push, hub)}
+    if ship := settings_of(config.ship):
+        settings["ship"] = ship
+    return settings
 
 
 def report_settings(config: Config, content: Content, part: str) -> dict[str, Any]:

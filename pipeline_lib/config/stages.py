@@ -15,6 +15,7 @@ from pipeline_lib.config.schema import EXPORT_TYPES, FP8, Config
 from pipeline_lib.config.spec_settings import (
     ADAPTER_PART,
     PARENT,
+    PUSH,
     ROOT,
     benchmark_settings,
     download_settings,
@@ -23,6 +24,7 @@ from pipeline_lib.config.spec_settings import (
     merge_settings,
     overlap_settings,
     plan_settings,
+    push_settings,
     report_settings,
     shard_settings,
     tokenize_settings,
@@ -127,6 +129,11 @@ def _merge_title(config: Config, parts: Sequence[str]) -> str:
 def _benchmark_title(config: Config, parts: Sequence[str]) -> str:
     model = "base model" if BASE_BENCHMARK in parts else "tuned model"
     return f"{model} on {', '.join(one.name for one in config.evaluate.benchmarks)}"
+
+
+def _push_title(config: Config, parts: Sequence[str]) -> str:
+    hubs = [part.removeprefix(PUSH) for part in parts]
+    return f"model folder to {' and '.join(hubs)}"
 
 
 def _export_title(config: Config, parts: Sequence[str]) -> str:
@@ -296,6 +303,19 @@ _ROWS = (
         settings=report_settings,
         job="read",
         product=Product("report.html", "report.html"),
+    ),
+    Stage(
+        name="push",
+        version=1,
+        module="pipeline_lib.export.push",
+        parts={
+            "push_huggingface": ("merge", "benchmark"),
+            "push_modelscope": ("merge", "benchmark"),
+        },
+        title=_push_title,
+        settings=push_settings,
+        job="read",
+        product=Product("", "pushed.json"),
     ),
 )
 STAGES: dict[str, Stage] = {row.name: row for row in _ROWS}

@@ -55,6 +55,7 @@ RECORDED_PACKAGES = (
     "peft",
     "safetensors",
     "gguf",
+    "llama-cpp-python",
 )
 
 

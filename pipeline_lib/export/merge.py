@@ -40,7 +40,7 @@ from pipeline_lib.core.language import N_
 from pipeline_lib.core.run_folder import CHECKPOINTS, METRICS_NAME, SUMMARY_NAME, sealed_steps
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.store import Ref, Spec, describe_file, verify
-from pipeline_lib.core.units import size
+from pipeline_lib.core.units import count, size
 from pipeline_lib.data.chat_template import (
     TOKENIZER_CONFIG_NAME,
     has_template,
@@ -153,6 +153,11 @@ def checkpoints_before(job: Job, last: int) -> Averaged:
     end = read_training(sealed.folder(SUMMARY_NAME, METRICS_NAME)).steps
     newest = (end - 1) // every * every
     steps = [newest - every * number for number in reversed(range(last - 1))]
+    if steps[0] < 1:
+        raise DataError(
+            f"merge.average: the run has {count(end, 'steps')}, too few for {last} checkpoints that "
+            f"are {every} apart; lower merge.average.last or train.save_every_steps"
+        )
     folder = job.store.run_dir(run_digest(Spec.from_json(sealed.manifest.spec, "train")))
     kept = dict(sealed_steps(folder / CHECKPOINTS))
     missing = [step for step in steps if step not in kept]

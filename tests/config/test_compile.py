@@ -190,6 +190,8 @@ VALUES: dict[str, Any] = {
     "ship.unended": 0.1,
     "export": ["gguf-f16"],
     "report.language": "zh",
+    "push.huggingface": "org/name",
+    "push.modelscope": "org/name",
 }
 BENCHMARKS = [{"name": "faq", "path": "faq.jsonl"}]
 # What both models are asked with.
@@ -259,6 +261,10 @@ def test_a_key_changes_what_the_table_says_and_nothing_else(key: str) -> None:
     is_of_model = downloaded == "model" and "download" in effect.stages
     if "export" in affected:  # the stage of parts that only `export` asks for
         affected = {"gguf-f16"} if key == "export" else affected - {"export"}
+    # and so is that of what only `push` asks for
+    affected -= {"push"}
+    if key.startswith("push."):
+        affected = {key.replace(".", "_")}
     if key == "merge.average":
         affected.add("last_merge")
     if (

@@ -143,6 +143,7 @@ def test_the_schema_knows_every_key_and_refuses_others() -> None:
         "cluster",
         "tracking",
         "merge",
+        "push",
         "evaluate",
         "ship",
         "report",

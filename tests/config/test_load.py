@@ -70,7 +70,12 @@ ADDED: dict[str, tuple[str, list[str]]] = {
         "train: {gpu: h200}",
         ["train.gpu: unknown key; here it is cluster.gpu"],
     ),
-    "of several": ("seed: 4", ["seed: unknown key; here it is shard.seed or train.seed"]),
+    "of several": (
+        "seed: 4",
+        [
+            "seed: unknown key; here it is shard.seed or train.seed or evaluate.benchmarks.seed",
+        ],
+    ),
     "named like a source": ("  file: x", ["data.file: unknown key"]),
     # duplicates
     "duplicate": ("experiment: x", ["experiment: given twice, first in line 1"]),

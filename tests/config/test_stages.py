@@ -26,5 +26,6 @@ def test_parts_are_in_the_order_of_their_stages_and_sources_in_that_of_their_num
 
 def test_what_follows_from_a_stage_is_what_reads_it() -> None:
     assert onwards("plan") == ("plan",), "the training does not read it"
-    assert onwards("train") == ("train", "merge", "export", "evaluate", "benchmark", "report")
+    after = ("merge", "export", "evaluate", "benchmark", "report", "push")
+    assert onwards("train") == ("train", *after)
     assert onwards("download") == tuple(STAGES)

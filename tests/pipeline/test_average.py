@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_processes")]
 
 
 def averaging(project: Project, train: str = "") -> None:
-    project.edit("epochs: 2", f"max_steps: 6, keep_last: 4{train}")
+    project.edit("epochs: 2", f"max_steps: 6, keep_last: 5{train}")
     project.edit("save_every_steps: 3", "save_every_steps: 2")
     project.config.write_text(f"{project.config.read_text()}merge: {{average: {{last: 3}}}}\n")
 
@@ -55,7 +55,10 @@ def test_the_mean_is_merged_and_the_better_of_it_and_the_last_is_named(project: 
     assert project.experiment().ref("merge") == last
     assert executed(project.snakemake().stdout) == ["evaluate", "report"]
 
-    # a mean of checkpoints that are gone is refused by their names
+    # of a run that has fewer, and of checkpoints that are gone, a mean is refused
+    project.config.write_text(averaged.replace("average: {last: 3", "average: {last: 4"))
+    refused = project.snakemake(check=False).stdout
+    assert "the run has 6 steps, too few for 4 checkpoints that are 2 apart" in refused
     project.config.write_text(averaged)
     shutil.rmtree(project.sealed("merge"))
     project.sealed("merge").with_suffix(".ok").unlink()

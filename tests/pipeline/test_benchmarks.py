@@ -84,3 +84,9 @@ def test_both_models_are_asked_and_a_verdict_is_told(project: Project) -> None:
     assert executed(project.snakemake().stdout) == ["report"]
     page = (project.root / "results/small/report.html").read_text()
     assert "Do not ship: nearest +0.0 points (" in page
+
+    # nor is it pushed to a hub
+    project.config.write_text(f"{project.config.read_text()}push: {{modelscope: org/name}}\n")
+    refused = project.snakemake(check=False)
+    assert refused.returncode != 0
+    assert "push: nothing was uploaded: Do not ship: nearest +0.0 points (" in refused.stdout

@@ -76,6 +76,21 @@ use rule shard_stage as benchmark_stage with:
         gpus=gpus_of("load"),
 
 
+# It runs where snakemake runs: nodes often lack the network.
+use rule shard_stage as push_stage with:
+    output:
+        f"{STORE.root}/push/{{digest}}.ok",
+    log:
+        "logs/push/{digest}.log",
+    benchmark:
+        "logs/benchmark/push/{digest}.tsv"
+    localrule: True
+    resources:
+        **stage_job("push"),
+    params:
+        stage="push",
+
+
 rule report_stage:
     input:
         ancient(stage_inputs),
