@@ -100,8 +100,8 @@ def test_adapters_that_are_trained_on_begin_where_their_parent_ended(
     assert after.keys() == before.keys()
     for name, values in before.items():  # at a rate at which nothing moves
         np.testing.assert_allclose(after[name], values, rtol=0, atol=1e-9)
-    evaluation = json.loads((finished.sealed("evaluate", made["on"]) / "eval.json").read_text())
-    losses = [evaluation["scores"][model]["loss"] for model in ("base", "tuned")]
+    evaluation = json.loads((finished.sealed("evaluate", made["on"]) / "metrics.json").read_text())
+    losses = [evaluation["eval"][model]["loss"] for model in ("base", "tuned")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6), "the base is what its parent merged"
 
 
