@@ -254,7 +254,8 @@ def with_parents(experiments: Sequence[Experiment]) -> tuple[Experiment, ...]:
                 text = f"{one.name!r} is the name of two experiments of one chain; rename one"
                 problems.append(f"experiment: {text}")
     if problems:
-        raise ConfigError(experiments[-1].name, list(dict.fromkeys(problems)))
+        source = f"experiment {experiments[-1].name!r}"
+        raise ConfigError(source, list(dict.fromkeys(problems)))
     return tuple(found.values())
 
 

@@ -227,13 +227,17 @@ class Dag:
         return str(self.store.pointer(self.experiment.ref(part)))
 
     def pointers(self, stage: str, going: Collection[str] | None = None) -> list[str]:
-        """Return the distinct pointers of `stage`, for all experiments or trainings in `going`."""
+        """Return the distinct pointers of `stage`, for all experiments or trainings in `going`.
+
+        Of the downloads these are the ones that wait for no training of another experiment.
+        """
         pointers: dict[str, None] = {}
         for one in self.experiments:
             if going is not None and one.ref("train").digest not in going:
                 continue
             for spec in one.specs.values():
-                if spec.stage == stage:
+                is_made_here = spec.stage == "download" and bool(spec.inputs)
+                if spec.stage == stage and not is_made_here:
                     pointers[str(self.store.pointer(spec.ref))] = None
         return list(pointers)
 

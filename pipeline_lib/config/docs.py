@@ -20,7 +20,7 @@ This page lists the keys of a config file with their allowed values, defaults an
 - Paths are relative to the folder where you run `qwen3 run`.
 - `qwen3 check my.yaml` checks a config file and names every mistake with its line.
 
-`make docs` generates this page from `pipeline_lib/config/schema.py` and `pipeline_lib/config/train.py`.
+`make docs` generates this page from the sections in `pipeline_lib/config`.
 """
 )
 _CHANGES = N_(

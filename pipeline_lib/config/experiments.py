@@ -34,6 +34,7 @@ def entries_of(document: YamlDocument) -> tuple[list[Entry], list[str]]:
         return [Entry("", document)], []
     shared = {key: value for key, value in root.items() if key != EXPERIMENTS}
     shared_lines = {keys: line for keys, line in document.lines.items() if keys[0] != EXPERIMENTS}
+    # stands for the experiments if there are none, under a name that no message is about
     without = YamlDocument({EXPERIMENT: EXPERIMENTS, **shared}, shared_lines)
     given = root[EXPERIMENTS]
     if not isinstance(given, dict) or not given:
@@ -54,7 +55,7 @@ def entries_of(document: YamlDocument) -> tuple[list[Entry], list[str]]:
         one = _with_own(shared, shared_lines, name, own or {}, document.lines)
         if EXPERIMENT in (own or {}):
             problems.append(f"{at}: `{EXPERIMENT}` has no place here; its name is {name!r}")
-        problems += _halved(one, at)
+        problems += _halved(one, name)
         entries.append(Entry(name, one))
     return entries or [Entry("", without)], problems
 
@@ -64,15 +65,15 @@ def _at(document: YamlDocument, keys: Keys) -> str:
     return f"line {line}: {dotted(keys)}" if line else dotted(keys)
 
 
-def _halved(one: YamlDocument, at: str) -> list[str]:
-    """Return a problem if the experiment's sweep stops some of its trainings."""
+def _halved(one: YamlDocument, name: str) -> list[str]:
+    """Return a problem if the sweep of the experiment `name` stops some of its trainings."""
     swept = one.value.get(SWEEP)
     if not isinstance(swept, dict) or HALVING not in swept:
         return []
     where = line_of(one.lines, HALVING)
     return [
-        f"{where}{SWEEP}: halving: stops experiments of a file, and {at.rpartition(': ')[2]} is "
-        "one of several that may go on from one another; give the sweep a file of its own"
+        f"{where}{SWEEP}: halving: stops experiments of a file, and {EXPERIMENTS}.{name} is one of "
+        "several that may go on from one another; give the sweep a file of its own"
     ]
 
 
@@ -94,7 +95,7 @@ def _with_own(
             kept[keys] = line
     value[EXPERIMENT] = name
     merged = {**kept, **own_lines}
-    if () in own_lines:
+    if () in own_lines:  # of the entry, whose key is the name
         merged[(EXPERIMENT,)] = merged.pop(())
     return YamlDocument(value, merged)
 

@@ -88,6 +88,7 @@ def load_sweep(
     has one. A `document` is read in place of the file at `path`. The experiments of the files
     `read_for`, the first one first, go on from those of this one.
     """
+    is_file = document is None
     if document is None:
         document = strict_yaml.load(path)
     if document.value is None:
@@ -119,7 +120,7 @@ def load_sweep(
     tag = candidates[0].tag
     name = configs[0].experiment.removesuffix(f"-{tag}" if tag else "")
     if len(entries) > 1:
-        name = path.stem
+        name = path.stem if is_file else configs[-1].experiment
     return LoadedConfig(name, candidates, tuple(configs), halving, halving_line)
 
 

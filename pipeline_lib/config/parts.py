@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 
 from pipeline_lib.config.content import Content
-from pipeline_lib.config.schema import EXPORT_TYPES, Config, Push
+from pipeline_lib.config.exports import EXPORT_TYPES, Push
+from pipeline_lib.config.schema import Config
 from pipeline_lib.config.spec_settings import ADAPTER_PART, PARENT, PUSH, ROOT
 from pipeline_lib.config.stages import BASE_BENCHMARK, LAST_MERGE
 

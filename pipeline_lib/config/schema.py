@@ -1,6 +1,6 @@
 """Every config key with its type, default, unit and meaning; those of `train` are in train.py."""
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -15,15 +15,23 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 
 from pipeline_lib.config.benchmarks import NO_RULES, Benchmark, Ship
+from pipeline_lib.config.exports import ExportType, Merge, Push
 from pipeline_lib.config.rope import Rope
-from pipeline_lib.config.section import Fraction, LocalPath, Positive, Section, Seed, Tokens
+from pipeline_lib.config.section import (
+    Fraction,
+    LocalPath,
+    Positive,
+    RepositoryName,
+    Section,
+    Seed,
+    Tokens,
+)
 from pipeline_lib.config.template_values import Tool, Variable, free_variables
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.language import Language
 from pipeline_lib.core.text import did_you_mean
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=-]{0,127}$"
-REPOSITORY_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 StretchedBy = Annotated[
     Rope | None,
@@ -68,9 +76,7 @@ class HubRepository(Section):
     """
 
     source: Literal["huggingface", "modelscope"] = Field(description="the hub")
-    name: Annotated[str, Field(pattern=REPOSITORY_PATTERN)] = Field(
-        description="`owner/name` on the hub"
-    )
+    name: RepositoryName = Field(description="`owner/name` on the hub")
     revision: Annotated[str, Field(min_length=1)] | None = Field(
         None,
         description="commit, tag or branch; default: the hub's main branch. A tag or branch is "
@@ -540,35 +546,6 @@ class Tracking(Section):
     project: str = Field("qwen3-pipeline", description="name of the project in the trackers")
 
 
-class Average(Section):
-    """The mean of several checkpoints' merged weights."""
-
-    last: Annotated[int, Field(ge=2, le=1000)] = Field(
-        description="checkpoints in the mean: the last one, and those of `train.save_every_steps` "
-        "before it"
-    )
-
-
-class Merge(Section):
-    """The exported model folder."""
-
-    dtype: Literal["auto", "bf16", "fp32"] = Field(
-        "auto", description="data type of the weights; `auto` is the base model's"
-    )
-    base: Literal["dequantized", "original"] = Field(
-        "dequantized",
-        description="after `lora.base: nf4`: add the adapters to the dequantized weights of the "
-        "training, or to the"
-        " original ones; with `original` the result is not compared with the trained model",
-    )
-    average: Average | None = Field(
-        None,
-        description="export the mean of the merged weights of the last checkpoints, in place of "
-        "the last one: `{last: 5}`; the evaluation says which is better. They have to be kept: see "
-        "`train.keep_last`",
-    )
-
-
 class Evaluate(Section):
     """Comparison of the base model with the tuned model on held-out data."""
 
@@ -586,29 +563,6 @@ class Evaluate(Section):
         (),
         description="list of files with questions whose answers are known: what the tuned model "
         "answers right, beside the base model (docs/benchmarks.md)",
-    )
-
-
-FP8 = "fp8"
-Q4_K_M = "gguf-q4_k_m"
-ExportType = Literal["gguf-f16", "gguf-q8_0", "gguf-q4_k_m", "fp8"]
-EXPORT_TYPES: tuple[str, ...] = get_args(ExportType)
-
-
-RepositoryName = Annotated[str, Field(pattern=REPOSITORY_PATTERN)]
-
-
-class Push(Section):
-    """The hubs to which the finished model folder is uploaded, as the last stage.
-
-    The token is that of the hub's own client, from the environment, and never a key here.
-    """
-
-    huggingface: RepositoryName | None = Field(
-        None, description="`owner/name` on Hugging Face; made private if it is not there"
-    )
-    modelscope: RepositoryName | None = Field(
-        None, description="`owner/name` on ModelScope; made private if it is not there"
     )
 
 

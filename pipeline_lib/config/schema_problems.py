@@ -9,13 +9,12 @@ from pydantic import ValidationError
 from pipeline_lib.config.other_tools import LAUNCHERS, hint_for
 from pipeline_lib.config.schema import (
     NAME_PATTERN,
-    REPOSITORY_PATTERN,
     AdapterSource,
     ConfigFile,
     DataSource,
     ModelSource,
 )
-from pipeline_lib.config.section import Section, fields_of
+from pipeline_lib.config.section import REPOSITORY_PATTERN, Section, fields_of
 from pipeline_lib.config.strict_yaml import Keys, at_nearest, dotted
 from pipeline_lib.core.text import cut, did_you_mean
 

@@ -16,6 +16,8 @@ MOST_TOKENS = 1 << 24
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Seconds = Annotated[int, Field(ge=1, le=366 * 24 * 3600)]
 Seed = Annotated[int, Field(ge=0)]
+REPOSITORY_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$"
+RepositoryName = Annotated[str, Field(pattern=REPOSITORY_PATTERN)]
 LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]  # `~` is the user's home folder
 
 

@@ -11,7 +11,8 @@ from itertools import chain
 from typing import Any, Literal
 
 from pipeline_lib.config.content import Content
-from pipeline_lib.config.schema import EXPORT_TYPES, FP8, Config
+from pipeline_lib.config.exports import EXPORT_TYPES, FP8
+from pipeline_lib.config.schema import Config
 from pipeline_lib.config.spec_settings import (
     ADAPTER_PART,
     PARENT,

@@ -164,7 +164,8 @@ def hub_adapter(job: Job) -> None:
     (job.out / ADAPTER_FOLDER).mkdir()
     for name in PEFT_FILES:
         (job.out / name).rename(job.out / ADAPTER_FOLDER / name)
-        job.hashes[f"{ADAPTER_FOLDER}/{name}"] = job.hashes.pop(name)
+        if name in job.hashes:
+            job.hashes[f"{ADAPTER_FOLDER}/{name}"] = job.hashes.pop(name)
 
 
 def local_generation(job: Job) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from pipeline_lib.config.content import LICENCE_FILES
+from pipeline_lib.config.exports import FP8, Q4_K_M
 from pipeline_lib.config.rope import ROPE, rope_in
-from pipeline_lib.config.schema import FP8, Q4_K_M, VALIDATION_SOURCES
+from pipeline_lib.config.schema import VALIDATION_SOURCES
 from pipeline_lib.config.spec_settings import ADAPTER_PART
 from pipeline_lib.config.train import Train, read_train
 from pipeline_lib.core.errors import IntegrityError

@@ -29,8 +29,8 @@ from pipeline_lib.config.content import (
     MEDIA_FILES,
     tokenizer_files,
 )
+from pipeline_lib.config.exports import Merge
 from pipeline_lib.config.rope import Rope, rope_in
-from pipeline_lib.config.schema import Merge
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.config.spec_settings import SAVE_EVERY_STEPS
 from pipeline_lib.config.train import Train, read_train

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.config.schema import FP8, Q4_K_M
+from pipeline_lib.config.exports import FP8, Q4_K_M
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.files import read_json, require_space, write_json, write_text
 from pipeline_lib.core.language import N_

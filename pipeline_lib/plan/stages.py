@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pipeline_lib.arch.geometry import FP32_BYTES, HALF_BYTES, Geometry
 from pipeline_lib.arch.layers import PROBE_TOKENS
 from pipeline_lib.config.content import data_files
-from pipeline_lib.config.schema import FP8, Q4_K_M, Cluster, Config, Evaluate, FileData
+from pipeline_lib.config.exports import FP8, Q4_K_M
+from pipeline_lib.config.schema import Cluster, Config, Evaluate, FileData
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import GIB, gigabytes
 from pipeline_lib.plan.benchmarks import Asking, asking_s, askings_of, in_words

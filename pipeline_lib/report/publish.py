@@ -123,7 +123,8 @@ def in_one_file(config: Config, keys_of: Callable[[Config], dict[str, Any]]) -> 
         keys = as_in_a_file(keys_of(one))
         del keys["experiment"]
         if one.parent is not None:
-            model = {key: keys["model"][key] for key in ("source", "rope") if key in keys["model"]}
+            kept = keys["model"].keys() - {"parent", "config"}
+            model = {key: keys["model"][key] for key in sorted(kept)}
             keys["model"] = {**model, "name": one.parent.experiment}
         experiments[one.experiment] = keys
     return {"experiments": experiments}

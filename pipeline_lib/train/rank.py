@@ -1,6 +1,6 @@
 """One rank of a training run: builds the model, trains, and leaves the final step for the store."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from pipeline_lib.arch.weight_files import weights_bytes
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.content import ADAPTER_FOLDER, ADAPTER_WEIGHTS
 from pipeline_lib.config.rope import rope_in
+from pipeline_lib.config.spec_settings import ADAPTER_PART
 from pipeline_lib.config.train import CHOSEN_KEYS, PLACEMENT_KEYS, Train, read_train
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.events import EventLog, EventName, Observer
@@ -96,16 +97,28 @@ class RankJob:
         """The folder of this run's checkpoints, events and live metrics."""
         return self.store.run_dir(run_digest(self.spec))
 
-    @property
-    def adapter(self) -> Path | None:
-        """The file of the adapters that are trained on; None for new ones."""
-        if "adapter" not in self.spec.inputs:
-            return None
-        return self.input("adapter") / ADAPTER_FOLDER / ADAPTER_WEIGHTS
-
     def input(self, name: str) -> Path:
         """Return the sealed directory of the input `name`, which the launcher has verified."""
         return self.store.sealed(self.spec.inputs[name])
+
+    def loading(self, train: Train, device: torch.device) -> Callable[[nn.Module], None]:
+        """Return what fills a model on `device` with the weights that the training begins at.
+
+        Adapters are new ones, or the ones that are trained on. Raises DataError if `train` describes
+        others.
+        """
+        adapter = None
+        if ADAPTER_PART in self.spec.inputs:
+            folder = self.input(ADAPTER_PART) / ADAPTER_FOLDER
+            refuse_other_adapters(folder, train.lora)
+            adapter = folder / ADAPTER_WEIGHTS
+        return partial(
+            load_weights,
+            folder=self.input("model"),
+            device=device,
+            adapter_seed=train.seed,
+            adapter=adapter,
+        )
 
 
 def let_first_rank_warn(world: World) -> None:
@@ -149,11 +162,11 @@ def train_rank(
         observers = (watch, timeouts.observe, *observers)
         events = EventLog(log_path, observers, rank=world.rank, attempt=job.attempt)
         strategy = make_strategy(world, train, train.accumulation(batch_blocks, world.size))
-        if job.adapter is not None:
-            refuse_other_adapters(job.adapter.parent, train.lora)
         model = build_trainable(folder, train, rope_in(job.spec.settings))
         sizes = _sizes_of(model)
-        wrapped = _spread_weights(job, strategy, model, world, say)
+        if world.is_first:
+            say(f"train: loading {size(weights_bytes(folder))} of weights")
+        wrapped = strategy.spread(model, job.loading(train, world.device))
         if world.is_first and isinstance(strategy, Zero):
             write_json(job.run_dir / DEEPSPEED_NAME, strategy.config)
         # of a model's own dropout; that of adapters is drawn by block
@@ -193,23 +206,6 @@ def train_rank(
             events.notify(EventName.RANK_DOING, what=LEAVING)
             _leave_result(job, loop, sizes)
         events.emit(EventName.RUN_END, step=loop.step)
-
-
-def _spread_weights(
-    job: RankJob, strategy: Strategy, model: nn.Module, world: World, say: Say
-) -> nn.Module:
-    """Load the weights of `model`, which has none yet, over the ranks; return what is trained."""
-    folder = job.input("model")
-    if world.is_first:
-        say(f"train: loading {size(weights_bytes(folder))} of weights")
-    load = partial(
-        load_weights,
-        folder=folder,
-        device=world.device,
-        adapter_seed=job.train.seed,
-        adapter=job.adapter,
-    )
-    return strategy.spread(model, load)
 
 
 def _observers_of_first(

@@ -8,8 +8,9 @@ from typing import Any
 from pipeline_lib.arch import fp8, gguf
 from pipeline_lib.arch.config_json import read_object
 from pipeline_lib.arch.geometry import Geometry
+from pipeline_lib.config.exports import FP8, Q4_K_M
 from pipeline_lib.config.findings import Finding
-from pipeline_lib.config.schema import FP8, Q4_K_M, Config, LocalModel
+from pipeline_lib.config.schema import Config, LocalModel
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.store import Store
 from pipeline_lib.plan.known import find_geometry

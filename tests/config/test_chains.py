@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.compile import Experiment, open_experiment, open_experiments
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.load import Overrides, load_configs, load_sweep
@@ -79,6 +80,14 @@ def test_data_and_plan_need_only_the_first_model(tmp_path: Path) -> None:
             assert specs[part].inputs["model"] == first
     assert "root" not in found["text"].specs
     assert found["text"].ref("shard") == found["sft"].ref("shard"), "the same data has one set"
+
+
+def test_what_is_downloaded_in_advance_needs_no_training(tmp_path: Path) -> None:
+    dag = Dag.open(written(tmp_path, CHAIN), Store(tmp_path / "store"))
+
+    text, _, more = dag.experiments
+    refs = [text.ref("model"), text.ref("data.0"), more.ref("data.0")]
+    assert dag.pointers("download") == [str(dag.store.pointer(ref)) for ref in refs]
 
 
 def test_a_change_reruns_what_follows_and_nothing_before(tmp_path: Path) -> None:
@@ -313,6 +322,15 @@ def test_halving_is_of_the_sweep_and_not_of_what_it_goes_on_from(tmp_path: Path)
     assert [one.name for one in dag.experiments] == ["text", "sft-seed=1", "sft-seed=2"]
     assert list(dag.rungs[0].trainings) == [one.ref("train").digest for one in dag.last]
     assert [one.name for one in dag.last] == ["sft-seed=1", "sft-seed=2"]
+
+
+def test_a_workflow_that_uses_this_one_as_a_module_may_give_a_chain(tmp_path: Path) -> None:
+    keys = strict_yaml.parse(CHAIN, "").value
+
+    dag = Dag.of_mapping(keys, Store(tmp_path / "store"))
+    assert [one.name for one in dag.experiments] == ["text", "sft", "more"]
+    assert dag.name == "more"
+    assert Dag.open(written(tmp_path, CHAIN), dag.store).name == "chain"
 
 
 def test_two_experiments_of_one_name_are_refused(tmp_path: Path) -> None:

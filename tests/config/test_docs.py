@@ -8,15 +8,10 @@ import pytest
 from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.benchmarks import Benchmark
 from pipeline_lib.config.docs import config_json_schema, config_page
+from pipeline_lib.config.exports import Average
 from pipeline_lib.config.load import load_configs
 from pipeline_lib.config.rope import Rope
-from pipeline_lib.config.schema import (
-    Average,
-    ConfigFile,
-    GpuSheet,
-    HubAdapter,
-    LocalAdapter,
-)
+from pipeline_lib.config.schema import ConfigFile, GpuSheet, HubAdapter, LocalAdapter
 from pipeline_lib.config.train import PLACEMENT_KEYS, RENAMED
 from pipeline_lib.core.language import Language, speaking
 from tests.config.keys import all_keys, plain

@@ -5,7 +5,9 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.dag import Dag
@@ -32,6 +34,10 @@ experiments:
   more:
     model: {source: experiment, name: sft}
     data: {train: [{source: pydoc, max_rows: 300}]}
+  on:
+    model: {source: experiment, name: sft, adapter: continue}
+    data: {train: [{source: pydoc, max_rows: 200}]}
+    train: {method: lora, lr: 1.0e-12, max_steps: 2}
 """  # noqa: E501
 
 
@@ -79,9 +85,24 @@ def test_each_trains_the_model_that_the_one_before_has_merged(
         base = finished.sealed("model", made[child]) / "model.safetensors"
         merged = finished.sealed("merge", made[parent]) / "model.safetensors"
         assert base.samefile(merged), "the model of a parent is linked and not copied"
-    # it begins where its parent ended: both have the same tokens, trained or held out
     assert made["more"].ref("root") == made["text"].ref("model")
-    assert len({weights(finished, one) for one in made.values()}) == 3
+    assert len({weights(finished, made[name]) for name in ("text", "sft", "more")}) == 3
+
+
+def test_adapters_that_are_trained_on_begin_where_their_parent_ended(
+    finished: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = experiments(finished, monkeypatch)
+
+    adapters = "adapter/adapter_model.safetensors"
+    before = load_file(finished.sealed("merge", made["sft"]) / adapters)
+    after = load_file(finished.sealed("merge", made["on"]) / adapters)
+    assert after.keys() == before.keys()
+    for name, values in before.items():  # at a rate at which nothing moves
+        np.testing.assert_allclose(after[name], values, rtol=0, atol=1e-9)
+    evaluation = json.loads((finished.sealed("evaluate", made["on"]) / "metrics.json").read_text())
+    losses = [evaluation["eval"][model]["loss"] for model in ("base", "tuned")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6), "the base is what its parent merged"
 
 
 def test_the_page_the_card_and_the_trace_show_the_chain(

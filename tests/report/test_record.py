@@ -2,15 +2,17 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
 
 from pipeline_lib.cli.experiments import config_of
 from pipeline_lib.cli.main import parser
-from pipeline_lib.config.compile import compile_config
+from pipeline_lib.config.compile import compile_config, open_experiment, open_experiments
 from pipeline_lib.config.content import Content
 from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag, link_results
 from pipeline_lib.config.load import load_config
@@ -112,6 +114,30 @@ def test_what_is_published_and_recorded_has_the_keys_by_their_names_in_a_file(
             "reshard_after_forward": True,
         }
         assert not keys.keys() & RENAMED.keys()
+
+
+CHAIN = """\
+model: {source: tiny}
+data: {train: [{source: pydoc, max_rows: 60}]}
+train: {method: lora, lora: {rank: 8}}
+experiments:
+  text: {model: {source: tiny, seed: 1}}
+  sft: {model: {source: experiment, name: text}}
+  on: {model: {source: experiment, name: sft, adapter: continue}}
+"""
+
+
+@pytest.mark.parametrize("of_file", [resolved, None], ids=["published", "recorded"])
+def test_of_a_chain_all_is_published_and_recorded_that_its_last_is_made_of(
+    tmp_path: Path, of_file: Callable[[Config], Any] | None
+) -> None:
+    (tmp_path / "chain.yaml").write_text(CHAIN)
+    *_, last = open_experiments(tmp_path / "chain.yaml", Store(tmp_path / "store"))
+    text = yaml_of(of_file(last.config)) if of_file else record._as_config(last)
+    (tmp_path / "config.yaml").write_text(text)
+
+    again = open_experiment(tmp_path / "config.yaml", Store(tmp_path / "store"), "on")
+    assert again.specs == last.specs
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "auto"])
