@@ -37,15 +37,17 @@ def report(
 
     It gives the reasons for what was left out.
     """
-    gpu = find_gpu(measured["gpu"]) if measured["gpu"] else None
+    gpu = find_gpu(measured["gpu"] or "")
     lines = [_text(_rates(task, measured, gpu)), _text(_parts(task, measured, gpu))]
     if left_out:
-        lines += ["left out:", *(f"  - {text}" for text in left_out)]
+        lines.append("left out:")
+        lines += [f"  - {text}" for text in left_out]
+    keys = f"measured: {path}"
     on_gpus = measured["gpu"] is not None
-    needs = ""
     if on_gpus != (cluster.device == "cuda"):
-        needs = f"gpus_per_node: {measured['ranks'] // measured['nodes'] if on_gpus else 0}, "
-    lines.append(f"wrote {path}; the plan uses it with  cluster: {{{needs}measured: {path}}}")
+        per_node = measured["ranks"] // measured["nodes"] if on_gpus else 0
+        keys = f"gpus_per_node: {per_node}, {keys}"
+    lines.append(f"wrote {path}; the plan uses it with  cluster: {{{keys}}}")
     return "\n".join(lines)
 
 
@@ -54,31 +56,45 @@ def _rates(task: Task, measured: Mapping[str, Any], gpu: Gpu | None) -> Table:
         "rate", "measured", "from", "to", "data sheet", "share of it", title_justify="left"
     )
     table.title = f"{measured['host']}, {measured['precision']}, shapes of {measured['model']}"
-    known: dict[str, float | None] = {}
-    if gpu is not None:
-        peak = gpu.peak_flop_s(task.train.precision)
-        known = {
-            "matmul_flop_s": peak,
-            "attention_flop_s": peak,
-            "memory_bytes_s": gpu.memory_bytes_per_s,
-        }
-        known["in_node_bytes_s"] = gpu.link.bytes_per_s
+    sheet = _of_sheet(task, gpu)
     for name, text in NAMES.items():
-        if name in measured["rates"]:
-            rate = measured["rates"][name]
-            best = known.get(name)
-            figures = [_quantity(name, rate[key]) for key in ("value", "low", "high")]
-            share = f"{rate['value'] / best:.0%}" if best else "-"
-            table.add_row(text, *figures, _quantity(name, best) if best else "-", share)
+        if name not in measured["rates"]:
+            continue
+        rate = measured["rates"][name]
+        row = [text, _quantity(name, rate["value"])]
+        row += [_quantity(name, rate["low"]), _quantity(name, rate["high"])]
+        best = sheet.get(name)
+        if best:
+            row += [_quantity(name, best), f"{rate['value'] / best:.0%}"]
+        else:
+            row += ["-", "-"]
+        table.add_row(*row)
     return table
+
+
+def _of_sheet(task: Task, gpu: Gpu | None) -> dict[str, float | None]:
+    """Return the rates that the GPU's data sheet has."""
+    if gpu is None:
+        return {}
+    peak_flop_s = gpu.peak_flop_s(task.train.precision)
+    return {
+        "matmul_flop_s": peak_flop_s,
+        "attention_flop_s": peak_flop_s,
+        "memory_bytes_s": gpu.memory_bytes_per_s,
+        "in_node_bytes_s": gpu.link.bytes_per_s,
+    }
 
 
 def _quantity(name: str, value: float) -> str:
     if name == "between_bytes_s":
         return gbit_per_s(value)
-    if name.endswith("_flop_s"):
-        return f"{value / TERA:.3g} TFLOP/s" if value >= TERA else f"{value / GIGA:.3g} GFLOP/s"
-    return f"{value / GIGA:.3g} GB/s" if name.endswith("_bytes_s") else brief(value)
+    if name.endswith("_bytes_s"):
+        return f"{value / GIGA:.3g} GB/s"
+    if not name.endswith("_flop_s"):
+        return brief(value)
+    if value >= TERA:
+        return f"{value / TERA:.3g} TFLOP/s"
+    return f"{value / GIGA:.3g} GFLOP/s"
 
 
 def _parts(task: Task, measured: Mapping[str, Any], gpu: Gpu | None) -> Table:
@@ -94,23 +110,24 @@ def _parts(task: Task, measured: Mapping[str, Any], gpu: Gpu | None) -> Table:
     )
     table = Table(*columns, title="passes of one micro-batch", title_justify="left")
     for part in measured["parts"]:
-        for name in ("forward", "backward"):
-            one = part[name]
-            first = [part["variant"], part["part"]] if name == "forward" else ["", ""]
-            share = _share(task, part, gpu) if name == "forward" else ""
-            costs = (
-                brief(value) for value in (1000 * one["per_token_s"], one["fixed_s"], one["host_s"])
-            )
-            table.add_row(*first, name, *costs, share)
+        names = [part["variant"], part["part"], "forward"]
+        table.add_row(*names, *_costs(part["forward"]), _share(task, part, gpu))
+        table.add_row("", "", "backward", *_costs(part["backward"]), "")
     return table
+
+
+def _costs(one: Mapping[str, float]) -> list[str]:
+    return [brief(1000 * one["per_token_s"]), brief(one["fixed_s"]), brief(one["host_s"])]
 
 
 def _share(task: Task, part: Mapping[str, Any], gpu: Gpu | None) -> str:
     """Return a layer's MFU in percent; recomputed FLOPs do not count."""
+    if part["part"] != "layer":
+        return ""
     peak = gpu.peak_flop_s(task.train.precision) if gpu else None
     per_token_s = part["forward"]["per_token_s"] + part["backward"]["per_token_s"]
-    if part["part"] != "layer" or not peak or not per_token_s:
-        return "-" if part["part"] == "layer" else ""
+    if not peak or not per_token_s:
+        return "-"
     one = with_layers(task.geometry, 1)
     products = one.matmul_parameters - one.vocab * one.hidden
     flops = (6.0 if task.train.method == "full" else 4.0) * products

@@ -23,7 +23,7 @@ from pipeline_lib.arch.layers import (
 from pipeline_lib.config.train import AUTO, Lora, Train
 from pipeline_lib.plan.activations import Arithmetic, compute_bytes, exchanged_bytes_per_token
 from pipeline_lib.plan.case import Case
-from pipeline_lib.plan.machine import End, Machine, MeasuredPart, Pass, Speeds, beside_memory
+from pipeline_lib.plan.machine import End, MeasuredPart, Pass, Speeds, beside_memory
 from pipeline_lib.plan.moments import Model
 from pipeline_lib.plan.trained import trained_shapes
 from pipeline_lib.plan.workload import documents_at
@@ -158,51 +158,47 @@ def ends_passes(case: Case, end: End) -> Passes:
 
 
 def _best_known(part: str, case: Case, end: End) -> Passes:
-    formula = _layer if part == "layer" else _ends
-    machine = case.machine
-    geometry = case.geometry
-    train = case.train
-    workload = case.workload
-    documents = documents_at(workload, end)
-    speeds = machine.speeds_in(documents, end)
-    computed = formula(geometry, train, speeds, documents, workload.supervised_fraction)
-    found = _measured(part, geometry, train, machine)
-    if found is None:
-        return _as_its_like(part, case, end, computed)
-    as_measured = train.model_copy(update=_AS_MEASURED)
-    speeds = machine.speeds_in(found.document_tokens, end)
-    then = formula(geometry, as_measured, speeds, found.document_tokens, found.supervised_fraction)
-    return Passes(
-        _carried(found.forward, computed.forward, then.forward, end),
-        _carried(found.backward, computed.backward, then.backward, end),
-        computed.recomputed_per_token_s
-        * found.backward.per_token_s
-        / max(then.backward.per_token_s, 1e-15),
-        is_measured=True,
-    )
-
-
-def _as_its_like(part: str, case: Case, end: End, computed: Passes) -> Passes:
-    """Return the formula with the correction of the most similar measured variant, to compare."""
-    formula = _layer if part == "layer" else _ends
-    for like in (
-        _nearest(case.train) if case.machine.measured else ()
-    ):  # the variants take half the time of a choice
-        found = _measured(part, case.geometry, like, case.machine)
+    """Return the passes as measured, else by formula, corrected by the most similar variant."""
+    documents = documents_at(case.workload, end)
+    supervised = case.workload.supervised_fraction
+    computed = _by_formula(part, case, case.train, documents, supervised, end)
+    found = _measured(part, case, case.train)
+    if found is not None:
+        as_measured = case.train.model_copy(update=_AS_MEASURED)
+        then = _as_then(part, case, as_measured, found, end)
+        forward = _carried(found.forward, computed.forward, then.forward, end)
+        backward = _carried(found.backward, computed.backward, then.backward, end)
+        gain = found.backward.per_token_s / max(then.backward.per_token_s, _LEAST_S)
+        return Passes(forward, backward, computed.recomputed_per_token_s * gain, is_measured=True)
+    if not case.machine.measured:  # the variants take half the time of a choice
+        return computed
+    for like in _nearest(case.train):
+        found = _measured(part, case, like)
         if found is not None:
-            speeds = case.machine.speeds_in(found.document_tokens, end)
-            then = formula(
-                case.geometry, like, speeds, found.document_tokens, found.supervised_fraction
-            )
+            then = _as_then(part, case, like, found, end)
             forward = _corrected(computed.forward, found.forward, then.forward)
             backward = _corrected(computed.backward, found.backward, then.backward)
-            again_s = (
-                computed.recomputed_per_token_s
-                * backward.per_token_s
-                / max(computed.backward.per_token_s, 1e-15)
-            )
+            gain = backward.per_token_s / max(computed.backward.per_token_s, _LEAST_S)
+            again_s = computed.recomputed_per_token_s * gain
             return Passes(forward, backward, again_s, is_measured=False)
     return computed
+
+
+_LEAST_S = 1e-15  # of a token, so that nothing is divided by 0
+
+
+def _by_formula(
+    part: str, case: Case, train: Train, document_tokens: float, supervised: float, end: End
+) -> Passes:
+    formula = _layer if part == "layer" else _ends
+    speeds = case.machine.speeds_in(document_tokens, end)
+    return formula(case.geometry, train, speeds, document_tokens, supervised)
+
+
+def _as_then(part: str, case: Case, train: Train, found: MeasuredPart, end: End) -> Passes:
+    """Return what the formula says of a part as it was measured."""
+    documents = found.document_tokens
+    return _by_formula(part, case, train, documents, found.supervised_fraction, end)
 
 
 # Measurements are of layers that are resharded after each pass, and keep their attention.
@@ -234,11 +230,12 @@ def _corrected(computed: Pass, measured: Pass, then: Pass) -> Pass:
     return Pass(computed.fixed_s * device, computed.per_token_s * device, computed.host_s * host)
 
 
-def _measured(part: str, geometry: Geometry, train: Train, machine: Machine) -> MeasuredPart | None:
-    wanted = (part, shape_of(geometry), variant_of(train))
-    return next(
-        (one for one in machine.measured if (one.part, one.shape, one.variant) == wanted), None
-    )
+def _measured(part: str, case: Case, train: Train) -> MeasuredPart | None:
+    wanted = (part, shape_of(case.geometry), variant_of(train))
+    for one in case.machine.measured:
+        if (one.part, one.shape, one.variant) == wanted:
+            return one
+    return None
 
 
 def _carried(measured: Pass, now: Pass, then: Pass, end: End) -> Pass:

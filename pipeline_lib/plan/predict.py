@@ -14,7 +14,7 @@ from pipeline_lib.plan.host import HostNeed, host_need
 from pipeline_lib.plan.machine import End, Machine, Ranks, figure_of
 from pipeline_lib.plan.memory import MARGIN
 from pipeline_lib.plan.passes import COMPILE_S
-from pipeline_lib.plan.saving import auto_apart_s, save_wait_s
+from pipeline_lib.plan.saving import auto_apart_s, save_cost_s
 from pipeline_lib.plan.step_time import (
     PHASES,
     Exchanged,
@@ -229,7 +229,7 @@ def _run(case: Case, steps: int, forward_s: Figure, step_s: Figure, checkpoint_s
 
 
 def _saving(case: Case, steps: int, step_s: Figure, save_s: Mapping[End, float]) -> Figure:
-    """Return the time that the loop waits for disks.
+    """Return the time that saves cost: what the loop waits for disks, and what it loses meanwhile.
 
     At the end of the run it waits for all of the last save.
     """
@@ -238,15 +238,14 @@ def _saving(case: Case, steps: int, step_s: Figure, save_s: Mapping[End, float])
     saves = train.saves(steps, epoch_steps)
     apart = min(train.save_intervals(epoch_steps).values())
     meanwhile_s = {End.BAD: step_s.high, End.EXPECTED: step_s.value, End.GOOD: step_s.low}
-    waits = {end: save_wait_s(train, save_s[end], apart * meanwhile_s[end]) for end in End}
-    waited = figure_of({end: (saves - 1) * waits[end] + save_s[end] for end in End})
+    costs = {end: save_cost_s(train, save_s[end], apart * meanwhile_s[end], end) for end in End}
+    cost = figure_of({end: (saves - 1) * costs[end] + save_s[end] for end in End})
     if train.save_every_steps != AUTO:
-        return waited
+        return cost
     apart_s = {end: auto_apart_s(train, save_s[end]) for end in End}
     auto_saves = {end: steps * meanwhile_s[end] // apart_s[end] for end in End}
-    return waited + figure_of(
-        {end: auto_saves[end] * save_wait_s(train, save_s[end], apart_s[end]) for end in End}
-    )
+    auto_costs = {end: save_cost_s(train, save_s[end], apart_s[end], end) for end in End}
+    return cost + figure_of({end: auto_saves[end] * auto_costs[end] for end in End})
 
 
 def _parts(time: StepTime) -> dict[str, float]:

@@ -259,9 +259,11 @@ def test_a_run_is_its_steps_and_what_it_saves_and_validates() -> None:
     assert plain.gpu_hours is not None
     assert validated.run_s is not None
     saves_s = 10 * 12 * QWEN3_06B.parameters / 8 / 20e9
-    last_s = plain.checkpoint_s.value  # of the others nothing is waited for
+    last_s = plain.checkpoint_s.value  # of the others nothing is waited for, but steps are slower
     assert last_s < 10 * plain.step_s.value
-    assert plain.run_s.value == pytest.approx(100 * plain.step_s.value + saves_s + last_s)
+    assert plain.run_s.value == pytest.approx(
+        100 * plain.step_s.value + saves_s + last_s + 9 * 0.29 * last_s
+    )
     assert plain.gpu_hours.value == pytest.approx(8 * plain.run_s.value / 3600)
     assert validated.run_s.value == pytest.approx(
         plain.run_s.value + 100 * plain.forward_s.value, rel=1e-6
@@ -430,7 +432,8 @@ def test_a_run_waits_for_disks_that_are_slower_than_its_steps() -> None:
     )
     assert ahead.run_s is not None
     assert at_once.run_s is not None
-    assert at_once.run_s.value - ahead.run_s.value == pytest.approx(9 * 10 * ahead.step_s.value)
+    hidden_s = 9 * 10 * ahead.step_s.value  # of which steps lose 29 % to what is written meanwhile
+    assert at_once.run_s.value - ahead.run_s.value == pytest.approx((1 - 0.29) * hidden_s)
     assert at_once.run_s.value == pytest.approx(
         100 * at_once.step_s.value + 10 * at_once.checkpoint_s.value, rel=0.02
     )  # copies are the rest
