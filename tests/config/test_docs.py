@@ -142,7 +142,6 @@ def test_the_schema_knows_every_key_and_refuses_others() -> None:
         "evaluate",
         "ship",
         "report",
-        "push",
         "lora",
         "guards",
     }
