@@ -239,7 +239,7 @@ def test_where_the_host_memory_is_not_known_it_is_said_how_much_a_way_needs() ->
     )
     assert any(re.search(remedy, said) for said in what_would_fit(given))
     alone = wanted(
-        "qwen3-8b", "h200", 8, None, strategy="ddp", micro_batch_blocks=48, context_ranks=1
+        "qwen3-8b", "h200", 8, None, strategy="ddp", micro_batch_blocks=64, context_ranks=1
     )
     assert not any("host memory" in said for said in what_would_fit(alone))
 
