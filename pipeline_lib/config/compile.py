@@ -82,29 +82,52 @@ def _compiled(
     parent: Experiment | None,
 ) -> Spec:
     """Return the spec of `part`; `above` has the specs of the parts before it."""
-    if part == ROOT and parent is not None:
-        return parent.specs.get(ROOT, parent.specs["model"])
-    if part in ("model", "generation") and parent is not None and config.continues:
-        return parent.specs[part]
+    if parent is not None and _is_the_parents(part, config):
+        return parent.specs.get(part, parent.specs["model"])
     if stage.settings is None:
         return training_of(above["plan"])
+    settings = stage.settings(config, content, part)
+    if part == "plan":
+        settings |= _what_is_trained(above)
+    inputs = _inputs_of(stage, part, above, config, parent)
+    return Spec(stage.name, stage.version, settings, inputs, unhashed_settings(config, part))
+
+
+def _is_the_parents(part: str, config: Config) -> bool:
+    """Return whether a child's `part` is that of its parent; the first parent's root is its model."""
+    return part == ROOT or (config.continues and part in ("model", "generation"))
+
+
+def _what_is_trained(above: Mapping[str, Spec]) -> dict[str, Any]:
+    """Return the model and adapters that a plan does not read: it plans by the first of a chain."""
+    trained = {}
+    if ROOT in above:
+        trained[TRAINED_MODEL] = above["model"].digest
+    if ADAPTER_PART in above:
+        trained[ADAPTER_PART] = above[ADAPTER_PART].digest
+    return trained
+
+
+def _inputs_of(
+    stage: Stage,
+    part: str,
+    above: Mapping[str, Spec],
+    config: Config,
+    parent: Experiment | None,
+) -> dict[str, Ref]:
+    """Return what `part` reads, by name."""
     read = set(stage.parts[kind_of(part)])
     if part == "evaluate" and len(config.data.held_out_sources) < 2:
         # It tells the sources of held-out documents apart, which matters for several only.
         read.remove("tokenize")
-    settings = stage.settings(config, content, part)
     inputs = {name: spec.ref for name, spec in above.items() if kind_of(name) in read}
-    if part in ("model", ADAPTER_PART, PARENT) and parent is not None:
+    if parent is not None and part in ("model", ADAPTER_PART, PARENT):
         inputs["merge"] = parent.ref("merge")
     for other in (ROOT, PARENT):
         if other in inputs:  # it takes the place of the model that is trained
             inputs["model"] = inputs.pop(other)
             inputs.pop("generation", None)
-    if part == "plan" and ROOT in above:
-        settings[TRAINED_MODEL] = above["model"].digest
-    if part == "plan" and ADAPTER_PART in above:
-        settings[ADAPTER_PART] = above[ADAPTER_PART].digest
-    return Spec(stage.name, stage.version, settings, inputs, unhashed_settings(config, part))
+    return inputs
 
 
 def unhashed_settings(config: Config, part: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ _WHOLE: tuple[Keys, ...] = (("model",),)
 
 
 @dataclass(frozen=True)
-class Entry:
+class NamedExperiment:
     """An experiment of a file before its `sweep`: its name in `experiments`, and its content.
 
     The name is empty in a file without `experiments`.
@@ -24,14 +24,14 @@ class Entry:
     document: YamlDocument
 
 
-def entries_of(document: YamlDocument) -> tuple[list[Entry], list[str]]:
+def entries_of(document: YamlDocument) -> tuple[list[NamedExperiment], list[str]]:
     """Return the experiments of a file, in its order, and what is wrong with `experiments`.
 
     There is always at least one, so that the rest of the file can be checked.
     """
     root = document.value
     if not isinstance(root, dict) or EXPERIMENTS not in root:
-        return [Entry("", document)], []
+        return [NamedExperiment("", document)], []
     shared = {key: value for key, value in root.items() if key != EXPERIMENTS}
     shared_lines = {keys: line for keys, line in document.lines.items() if keys[0] != EXPERIMENTS}
     # stands for the experiments if there are none, under a name that no message is about
@@ -41,7 +41,7 @@ def entries_of(document: YamlDocument) -> tuple[list[Entry], list[str]]:
         problem = (
             f"{_at(document, (EXPERIMENTS,))}: holds no experiments, as in text: {{data: ...}}"
         )
-        return [Entry("", without)], [problem]
+        return [NamedExperiment("", without)], [problem]
     problems = []
     if EXPERIMENT in shared:
         at = _at(document, (EXPERIMENT,))
@@ -56,8 +56,8 @@ def entries_of(document: YamlDocument) -> tuple[list[Entry], list[str]]:
         if EXPERIMENT in (own or {}):
             problems.append(f"{at}: `{EXPERIMENT}` has no place here; its name is {name!r}")
         problems += _halved(one, name)
-        entries.append(Entry(name, one))
-    return entries or [Entry("", without)], problems
+        entries.append(NamedExperiment(name, one))
+    return entries or [NamedExperiment("", without)], problems
 
 
 def _at(document: YamlDocument, keys: Keys) -> str:

@@ -13,7 +13,7 @@ from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.axes import HALVING, line_of
 from pipeline_lib.config.chains import Candidate, OtherFile, link_parents
 from pipeline_lib.config.checks import cross_check, wanting_a_strategy
-from pipeline_lib.config.experiments import Entry, entries_of
+from pipeline_lib.config.experiments import NamedExperiment, entries_of
 from pipeline_lib.config.findings import refusals
 from pipeline_lib.config.halving import Halving, halving_problems
 from pipeline_lib.config.schema import Config, ExperimentModel
@@ -168,7 +168,7 @@ class _Draft:
     problems: list[str]
 
 
-def _draft(entry: Entry, variant: Variant, overrides: Overrides) -> _Draft:
+def _draft(entry: NamedExperiment, variant: Variant, overrides: Overrides) -> _Draft:
     """Return one experiment with `overrides`; without a config if it breaks the schema."""
     problems: list[str] = []
     places = {keys: f"line {line}" for keys, line in variant.lines.items()}
