@@ -13,7 +13,7 @@ from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.load import load_configs
 from pipeline_lib.config.schema import Config, HubModel
-from pipeline_lib.config.train import held_keys
+from pipeline_lib.config.train import fixed_keys
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.units import HOUR_S, brief, gib, gigabytes, gpu_hours
 from pipeline_lib.plan.answer import Question, answer
@@ -117,7 +117,7 @@ def read_recipe(path: Path) -> Recipe:
         tracking=config.tracking,
         workload=assumed_workload(config),
         blocks=None,
-        held=held_keys(config.train),
+        fixed=fixed_keys(config.train),
         measured=None,
         # otherwise its strategies depend on an optional library
         has_deepspeed=config.train.uses_deepspeed,

@@ -19,7 +19,7 @@ from pipeline_lib.config.schema import (
     Weighted,
 )
 from pipeline_lib.config.section import Section, settings_of
-from pipeline_lib.config.train import held_keys
+from pipeline_lib.config.train import fixed_keys
 
 # In the spec of a plan whose model another experiment trains: the digest of that model.
 TRAINED_MODEL = "trained_model"
@@ -159,7 +159,7 @@ def plan_settings(config: Config, content: Content, part: str) -> dict[str, Any]
     if content.measured is not None:
         settings["measured"] = content.measured
     if config.train.strategy == "auto":
-        settings["held"] = held_keys(config.train)
+        settings["held"] = fixed_keys(config.train)
     if config.parent is not None:
         inherited = settings_with_rope({}, config.parent.rope)
         if inherited:

@@ -482,7 +482,7 @@ CHOSEN_KEYS = (
 )
 
 
-def held_keys(train: Train) -> list[str]:
+def fixed_keys(train: Train) -> list[str]:
     """Return the keys of CHOSEN_KEYS that the config file sets to a value other than `auto`."""
     given = [key for key in CHOSEN_KEYS if key in train.model_fields_set]
     return [key for key in given if getattr(train, key) != AUTO]

@@ -9,7 +9,7 @@ from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.arch.layers import recompute_of
 from pipeline_lib.config.schema import Cluster, Config, Evaluate, FileData, Tracking
 from pipeline_lib.config.section import settings_of
-from pipeline_lib.config.train import AUTO, PLACEMENT_KEYS, Train, held_keys, in_file
+from pipeline_lib.config.train import AUTO, PLACEMENT_KEYS, Train, fixed_keys, in_file
 from pipeline_lib.core.errors import DataError, PipelineError
 from pipeline_lib.core.language import N_, _
 from pipeline_lib.core.store import Store
@@ -90,7 +90,7 @@ _NEXT = 2  # changes among what to do next; all of them stand under `what would 
 class Question:
     """All that a plan is computed from.
 
-    `blocks` is None while there are none; `workload` is estimated or assumed then. `held` are keys
+    `blocks` is None while there are none; `workload` is estimated or assumed then. `fixed` are keys
     that `strategy: auto` keeps, `measured` is what a cluster.json says. `repetition` says what it
     costs that conversations become several samples; it is empty if that costs nothing or is not
     known yet. `estimated` are the steps by the first rows of the files, where there are no blocks.
@@ -106,7 +106,7 @@ class Question:
     tracking: Tracking
     workload: Workload
     blocks: Blocks | None
-    held: Collection[str]
+    fixed: Collection[str]
     measured: Measured | None
     has_deepspeed: bool
     repetition: str = ""
@@ -146,7 +146,7 @@ class Question:
             batch.global_batch_blocks,
             batch.steps,
             batch.steps_per_epoch,
-            self.held,
+            self.fixed,
             self.has_deepspeed,
         )
 
@@ -166,7 +166,7 @@ def question_of(config: Config, store: Store) -> Question:
         tracking=config.tracking,
         workload=blocks.workload if blocks else expected_workload(config, geometry.vocab),
         blocks=blocks,
-        held=held_keys(config.train),
+        fixed=fixed_keys(config.train),
         measured=measured_of(config),
         has_deepspeed=find_spec("deepspeed") is not None,
         repetition=repetition_of(config, store),
@@ -213,7 +213,7 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
     train = question.train
     ranks = question.ranks
     sizes = (question.workload.block_tokens, batch.global_batch_blocks)
-    counts = sharing_counts(question.geometry, train, question.held, ranks, *sizes)
+    counts = sharing_counts(question.geometry, train, question.fixed, ranks, *sizes)
     if not counts:
         raise DataError(not_shared(train, ranks.total, *sizes))
     if machine is None:
@@ -491,8 +491,8 @@ def _content(
     if choice and case:
         way = _with_estimated_run(choice.chosen, case, question.estimated)
     memory = memories[train.strategy]
-    held = memory.host_bytes, memory.copied_bytes, memory.cpu_rank_bytes
-    host_bytes = host_need(*held, question.ranks, question.cluster.device == "cuda").total_bytes
+    parts = memory.host_bytes, memory.copied_bytes, memory.cpu_rank_bytes
+    host_bytes = host_need(*parts, question.ranks, question.cluster.device == "cuda").total_bytes
     one_checkpoint = checkpoint_bytes(geometry, train)
     others = {}
     if choice is not None:

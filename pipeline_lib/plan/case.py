@@ -19,7 +19,7 @@ class Case:
     """A training that is planned: a model, a machine, data, and `batch_blocks` blocks a step.
 
     `train` is one way to train, or leaves keys open that the plan chooses: with a named strategy
-    those that are `auto`, with `strategy: auto` all but `held`. `steps` and `epoch_steps`, those of
+    those that are `auto`, with `strategy: auto` all but `fixed`. `steps` and `epoch_steps`, those of
     the run and of an epoch, are None while unknown.
     """
 
@@ -30,7 +30,7 @@ class Case:
     batch_blocks: int
     steps: int | None = None
     epoch_steps: int | None = None
-    held: Collection[str] = ()
+    fixed: Collection[str] = ()
     has_deepspeed: bool = True
 
     def by(self, train: Train) -> "Case":

@@ -299,7 +299,7 @@ def _with_any_strategy(case: Case) -> Case:
     open_keys = {"strategy": AUTO, "shard_ranks": None, "reshard": AUTO}
     train = case.train.model_copy(update=open_keys)
     named = ("context_ranks", "micro_batch_blocks", "recompute", "offload", "compile")
-    return replace(case, train=train, held=[key for key in named if getattr(train, key) != AUTO])
+    return replace(case, train=train, fixed=[key for key in named if getattr(train, key) != AUTO])
 
 
 def _left_out(case: Case) -> dict[str, str]:
@@ -319,7 +319,7 @@ def best_way(case: Case) -> Prediction:
 def fastest(case: Case) -> Prediction | None:
     """Return what `choose` chooses, and nothing more; None if nothing fits or is allowed."""
     sizes = (case.workload.block_tokens, case.batch_blocks)
-    counts = sharing_counts(case.geometry, case.train, case.held, case.ranks, *sizes)
+    counts = sharing_counts(case.geometry, case.train, case.fixed, case.ranks, *sizes)
     if not counts or not is_legal(case.train, case.ranks):
         return None
     needs = WayNeeds.of(case)
@@ -344,7 +344,7 @@ def fits_somehow(case: Case) -> bool:
 def no_way(case: Case) -> str:
     """Return the problem if the keys that `auto` has to keep allow no way to train."""
     default = Train()
-    keys = [key for key in case.held if getattr(case.train, key) != getattr(default, key)]
+    keys = [key for key in case.fixed if getattr(case.train, key) != getattr(default, key)]
     given = " and ".join(f"{in_file(key)}: {getattr(case.train, key)}" for key in keys)
     missing = "" if case.has_deepspeed else ", without DeepSpeed, which is not installed here"
     kept = f"beside {given}" if given else "that the other keys of `train` allow"

@@ -14,7 +14,7 @@ from pipeline_lib.plan.workload import free_keys
 def sharing_counts(
     geometry: Geometry,
     train: Train,
-    held: Collection[str],
+    fixed: Collection[str],
     ranks: Ranks,
     block_tokens: int,
     batch_blocks: int,
@@ -26,7 +26,7 @@ def sharing_counts(
     the numbers are those with which no rank is idle. If there is none, the list is empty; with
     `global_batch_samples`, for which the blocks are an average, it is 1 then.
     """
-    free = free_keys(train, held)
+    free = free_keys(train, fixed)
     if "context_ranks" not in free:
         return [train.ranks_per_block]
     if "micro_batch_blocks" in free:

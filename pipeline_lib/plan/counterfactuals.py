@@ -116,12 +116,12 @@ def _answered(one: Counterfactual, then: Prediction, now: Prediction, case: Case
 def _freed(case: Case) -> Iterator[Counterfactual]:
     """Yield the training without the keys that the plan may choose."""
     train = case.train
-    given = [*case.held, *(key for key in _ALSO_AUTO if getattr(train, key) != AUTO)]
+    given = [*case.fixed, *(key for key in _ALSO_AUTO if getattr(train, key) != AUTO)]
     what = "train.strategy: auto, with no other placement key set"
     if train.strategy == AUTO:
         what = f"{' and '.join(in_file(key) for key in given)} left out"
     if train.strategy != AUTO or given:
-        yield Counterfactual(what, replace(case, train=_changed(case, _LEFT_OPEN).train, held=()))
+        yield Counterfactual(what, replace(case, train=_changed(case, _LEFT_OPEN).train, fixed=()))
 
 
 def _others(chosen: Prediction, case: Case) -> Iterator[Counterfactual]:

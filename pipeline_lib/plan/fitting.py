@@ -75,7 +75,7 @@ def what_would_fit(case: Case) -> list[str]:
         f"no number of GPUs would do: one block of {case.workload.block_tokens} tokens needs more "
         "memory"
     )
-    if "context_ranks" in free_keys(case.train, case.held):
+    if "context_ranks" in free_keys(case.train, case.fixed):
         return [f"{block} than all GPUs that can share it have; lower shard.block_tokens"]
     remedy = (
         "lower shard.block_tokens, or raise train.context_ranks, so that more GPUs share a block"
@@ -87,7 +87,7 @@ def _with_any_strategy(case: Case) -> Case:
     """Return the case with `strategy: auto`, which keeps a given number of ranks to a block."""
     kept = () if case.train.context_ranks == AUTO else ("context_ranks",)
     auto = case.by(case.train.model_copy(update={"strategy": AUTO}))
-    return replace(auto, held=(*case.held, *kept))
+    return replace(auto, fixed=(*case.fixed, *kept))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +185,8 @@ def _value(train: Train, key: str) -> Any:
 def opened(case: Case) -> Case:
     """Return the case with all that says how the same is trained left to the plan."""
     keys = {**dict.fromkeys(_PLACEMENT, AUTO), "shard_ranks": None, "micro_batch_blocks": 1}
-    held = [key for key in case.held if key not in _PLACEMENT]
-    return replace(case.by(case.train.model_copy(update=keys)), held=held)
+    fixed = [key for key in case.fixed if key not in _PLACEMENT]
+    return replace(case.by(case.train.model_copy(update=keys)), fixed=fixed)
 
 
 def _fitting(case: Case, keys: Mapping[str, Any], effect: str) -> list[Remedy]:
@@ -251,7 +251,7 @@ def leanest_remedy(case: Case, keys: Mapping[str, Any], effect: str) -> Remedy |
 
 def _given_keys(case: Case) -> list[str]:
     """Return the keys of _PLACEMENT that the plan has to keep."""
-    free = free_keys(case.train, case.held)
+    free = free_keys(case.train, case.fixed)
     return [key for key in _PLACEMENT if key not in free and getattr(case.train, key) != AUTO]
 
 
@@ -289,8 +289,8 @@ def _changed(case: Case, keys: Mapping[str, Any]) -> Case:
         key: Train.model_fields[key].default if value is None else value
         for key, value in keys.items()
     }
-    held = [key for key in case.held if key not in keys]
-    return replace(case.by(case.train.model_copy(update=values)), held=held)
+    fixed = [key for key in case.fixed if key not in keys]
+    return replace(case.by(case.train.model_copy(update=values)), fixed=fixed)
 
 
 # Host memory.
@@ -345,7 +345,7 @@ def on(case: Case, machine: Machine) -> Case:
 def blocks_at_once(case: Case, machine: Machine) -> int:
     """Return the fewest blocks that `machine` processes at once, with few ranks to each."""
     count = rank_counts(replace(case, machine=machine))[0]
-    is_free = "micro_batch_blocks" in free_keys(case.train, case.held)
+    is_free = "micro_batch_blocks" in free_keys(case.train, case.fixed)
     return max(1, machine.ranks // count) * (1 if is_free else case.train.micro_batch_blocks)
 
 
@@ -460,12 +460,12 @@ def _least_nodes(case: Case, per_node: int) -> int:
 def _of_each_count(case: Case, per_node: int) -> dict[int, Case]:
     """Return the same training for each number of ranks to a block that such nodes may have."""
     train = case.train
-    if "context_ranks" not in free_keys(train, case.held):
+    if "context_ranks" not in free_keys(train, case.fixed):
         return {train.ranks_per_block: case}
     counts = allowed_counts(case.geometry, train, per_node, case.workload.block_tokens)
-    held = (*case.held, "context_ranks")
+    fixed = (*case.fixed, "context_ranks")
     found = {}
     for count in counts:
         given = case.by(train.model_copy(update={"context_ranks": count}))
-        found[count] = replace(given, held=held)
+        found[count] = replace(given, fixed=fixed)
     return found

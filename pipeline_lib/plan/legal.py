@@ -57,7 +57,9 @@ def strategies_of(case: Case) -> list[str]:
     train = case.train
     if train.strategy != AUTO:
         return [train.strategy]
-    is_for_hsdp = train.shard_ranks is not None and "shard_ranks" not in free_keys(train, case.held)
+    is_for_hsdp = train.shard_ranks is not None and "shard_ranks" not in free_keys(
+        train, case.fixed
+    )
     found = ["hsdp"] if is_for_hsdp else [name for name in STRATEGIES]
     if not case.has_deepspeed:
         found = [name for name in found if not STRATEGIES[name].uses_deepspeed]
@@ -67,7 +69,7 @@ def strategies_of(case: Case) -> list[str]:
 def _options(case: Case, counts: Sequence[int], is_lean: bool) -> Iterator[Options]:
     """Yield, strategy by strategy, the values of the keys that need no other key to be known."""
     train = case.train
-    free = free_keys(train, case.held)
+    free = free_keys(train, case.fixed)
     ranks = case.ranks.total
     for strategy in strategies_of(case):
         row = STRATEGIES[strategy]
@@ -111,7 +113,7 @@ def _kinds(case: Case, options: Options) -> Iterator[Train]:
 
 def _run_as(case: Case, kind: Train, is_lean: bool) -> Iterator[Train]:
     """Yield `kind` with every value of keys that depend on the others and are always legal."""
-    free = free_keys(case.train, case.held)
+    free = free_keys(case.train, case.fixed)
     machine = case.machine
     is_memory_known = machine.gpu_memory_bytes is not None or machine.host_memory_bytes is not None
     reshards: list[Any] = [kind.reshard]
@@ -156,7 +158,7 @@ def _micro_batches(case: Case, ranks_per_block: int, is_lean: bool) -> list[int]
 
     The last pass may lack some blocks.
     """
-    if "micro_batch_blocks" not in free_keys(case.train, case.held):
+    if "micro_batch_blocks" not in free_keys(case.train, case.fixed):
         return [case.train.micro_batch_blocks]
     of_a_rank = math.ceil(case.batch_blocks * ranks_per_block / case.ranks.total)
     if is_lean:
@@ -167,4 +169,4 @@ def _micro_batches(case: Case, ranks_per_block: int, is_lean: bool) -> list[int]
 def rank_counts(case: Case) -> list[int]:
     """Return the numbers of ranks that may share each block; 1 alone if each leaves ranks idle."""
     sizes = (case.workload.block_tokens, case.batch_blocks)
-    return sharing_counts(case.geometry, case.train, case.held, case.ranks, *sizes) or [1]
+    return sharing_counts(case.geometry, case.train, case.fixed, case.ranks, *sizes) or [1]

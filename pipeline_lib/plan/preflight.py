@@ -33,7 +33,7 @@ from pipeline_lib.config.schema import (
     Tokenize,
 )
 from pipeline_lib.config.section import settings_of
-from pipeline_lib.config.train import AUTO, Train, held_keys
+from pipeline_lib.config.train import AUTO, Train, fixed_keys
 from pipeline_lib.core.errors import ConfigError, DataError
 from pipeline_lib.core.files import is_linkable, list_files, nearest_existing
 from pipeline_lib.core.run_folder import CHECKPOINTS
@@ -257,10 +257,10 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
     run = run_of_config(config, geometry, workload, machine)
     yield from too_little_disk(run, config, store)
     batch_blocks = config.train.batch_blocks(workload.block_tokens, workload.samples_per_block)
-    held = held_keys(config.train)
+    fixed = fixed_keys(config.train)
     ranks = Ranks.of_cluster(config.cluster)
     sizes = (workload.block_tokens, batch_blocks)
-    if not sharing_counts(geometry, config.train, held, ranks, *sizes):
+    if not sharing_counts(geometry, config.train, fixed, ranks, *sizes):
         yield not_shared(config.train, ranks.total, *sizes)
         return
     if machine is None:
@@ -272,7 +272,7 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
         machine,
         workload,
         batch_blocks,
-        held=held,
+        fixed=fixed,
         has_deepspeed=has_deepspeed,
     )
     way = leanest(case)

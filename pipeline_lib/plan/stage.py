@@ -49,7 +49,7 @@ def run(job: Job) -> dict[str, Any]:
         tracking=read_settings(Tracking, settings["tracking"]),
         workload=blocks.workload,
         blocks=blocks,
-        held=settings.get("held", ()),
+        fixed=settings.get("held", ()),
         measured=None if measured is None else read_measured(measured),
         has_deepspeed=find_spec("deepspeed") is not None,
         repetition=repetition_in(job.inputs["tokenize"].manifest),

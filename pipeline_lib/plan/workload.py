@@ -56,14 +56,14 @@ def documents_at(workload: Workload, end: End) -> float:
     return workload.document_band[0 if end == End.GOOD else 1]
 
 
-def free_keys(train: Train, held: Collection[str]) -> frozenset[str]:
-    """Return the keys that the plan chooses: each `auto`; with `strategy: auto` all but `held`.
+def free_keys(train: Train, fixed: Collection[str]) -> frozenset[str]:
+    """Return the keys that the plan chooses: each `auto`; with `strategy: auto` all but `fixed`.
 
-    `held` are some of the CHOSEN_KEYS.
+    `fixed` are some of the CHOSEN_KEYS.
     """
     is_open = train.strategy == AUTO
     return frozenset(
-        key for key in CHOSEN_KEYS if getattr(train, key) == AUTO or (is_open and key not in held)
+        key for key in CHOSEN_KEYS if getattr(train, key) == AUTO or (is_open and key not in fixed)
     )
 
 

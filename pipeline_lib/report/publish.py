@@ -20,7 +20,7 @@ from ruamel.yaml import YAML
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.dag import Dag, link_results
 from pipeline_lib.config.schema import Config
-from pipeline_lib.config.train import CHOSEN_KEYS, RENAMED, held_keys
+from pipeline_lib.config.train import CHOSEN_KEYS, RENAMED, fixed_keys
 from pipeline_lib.core import units
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.files import json_text, read_json, remove_dir, write_text
@@ -133,7 +133,7 @@ def in_one_file(config: Config, keys_of: Callable[[Config], dict[str, Any]]) -> 
 def _resolved(config: Config) -> dict[str, Any]:
     left = set[str]()
     if config.train.strategy == "auto":
-        left = set(CHOSEN_KEYS) - set(held_keys(config.train))
+        left = set(CHOSEN_KEYS) - set(fixed_keys(config.train))
     idle = {"validation_fraction"} if config.data.validation else set()
     return config.model_dump(mode="json", exclude_none=True, exclude={"train": left, "data": idle})
 

@@ -104,9 +104,9 @@ def case_of(
 
 
 def asking(
-    case: Case, train: Train, held: Collection[str] = (), has_deepspeed: bool = True
+    case: Case, train: Train, fixed: Collection[str] = (), has_deepspeed: bool = True
 ) -> Case:
-    return replace(case, train=train, held=held, has_deepspeed=has_deepspeed)
+    return replace(case, train=train, fixed=fixed, has_deepspeed=has_deepspeed)
 
 
 def lean(case: Case) -> tuple[Train, Memory]:

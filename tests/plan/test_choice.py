@@ -160,7 +160,7 @@ def test_a_plan_of_many_nodes_asks_for_few_tables(
         tracking=Tracking(),
         workload=replace(BLOCKS, block_tokens=block_tokens, document_tokens=block_tokens / 4),
         blocks=None,
-        held=(),
+        fixed=(),
         measured=None,
         has_deepspeed=True,
     )

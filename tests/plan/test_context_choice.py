@@ -40,7 +40,7 @@ def asked(
     cluster: dict[str, Any],
     block_tokens: int,
     blocks: int,
-    held: Collection[str] = (),
+    fixed: Collection[str] = (),
     **train: object,
 ) -> Question:
     keys = {"strategy": "auto", "global_batch_tokens": blocks * block_tokens, **train}
@@ -52,7 +52,7 @@ def asked(
         tracking=Tracking(),
         workload=Workload(block_tokens, 0.98, 0.5, block_tokens / 4, None, None, is_assumed=True),
         blocks=None,
-        held=held,
+        fixed=fixed,
         measured=None,
         has_deepspeed=True,
     )

@@ -37,7 +37,7 @@ def wanted(
     gpu: str,
     per_node: int,
     memory_gb: int | None = 64,
-    held: Collection[str] = (),
+    fixed: Collection[str] = (),
     deepspeed: bool = True,
     batch_blocks: int = 64,
     **train: object,
@@ -49,7 +49,7 @@ def wanted(
     settings = Train.model_validate(
         {"strategy": "auto", "global_batch_tokens": batch_blocks * 2048, **train}
     )
-    return asking(setting, settings, held, deepspeed)
+    return asking(setting, settings, fixed, deepspeed)
 
 
 def ways(asked: Case) -> list[Train]:
@@ -62,12 +62,12 @@ def ways(asked: Case) -> list[Train]:
 @pytest.mark.parametrize(
     ("gpu", "per_node"), [("a10", 1), ("a10", 4), ("a100 80gb", 2), ("h200", 8)]
 )
-@pytest.mark.parametrize("held", [(), ("offload",), ("recompute", "micro_batch_blocks")])
+@pytest.mark.parametrize("fixed", [(), ("offload",), ("recompute", "micro_batch_blocks")])
 @pytest.mark.parametrize(("memory_gb", "deepspeed"), [(8, True), (600, True), (600, False)])
 def test_it_fits_if_any_of_all_ways_does(
-    name: str, gpu: str, per_node: int, held: tuple[str, ...], memory_gb: int, deepspeed: bool
+    name: str, gpu: str, per_node: int, fixed: tuple[str, ...], memory_gb: int, deepspeed: bool
 ) -> None:
-    asked = wanted(name, gpu, per_node, memory_gb, held, deepspeed)
+    asked = wanted(name, gpu, per_node, memory_gb, fixed, deepspeed)
     try:
         choice = choose(asked)
     except DataError:
@@ -94,7 +94,7 @@ def can_train(asked: Case, machine: Machine) -> bool:
 
 
 def test_the_smallest_cluster_is_enough_and_a_smaller_one_is_not() -> None:
-    asked = wanted("qwen3-8b", "a10", 2, memory_gb=600, held=("offload",))
+    asked = wanted("qwen3-8b", "a10", 2, memory_gb=600, fixed=("offload",))
     machine = asked.machine
     said = smallest_cluster(asked)
     assert said is not None
@@ -306,17 +306,17 @@ def test_a_model_that_is_too_large_is_answered_by_adapters_first_and_then_by_mor
 
 
 def test_keys_that_allow_no_way_at_all_are_named() -> None:
-    held = ("offload", "recompute")
+    fixed = ("offload", "recompute")
     assert (
-        leanest(wanted("qwen3-0.6b", "h200", 8, 600, held, True, offload="optimizer")) is not None
+        leanest(wanted("qwen3-0.6b", "h200", 8, 600, fixed, True, offload="optimizer")) is not None
     )
-    assert no_way(wanted("qwen3-0.6b", "h200", 8, 600, held, False, offload="optimizer")) == (
+    assert no_way(wanted("qwen3-0.6b", "h200", 8, 600, fixed, False, offload="optimizer")) == (
         "train.strategy: auto finds no way to train beside train.offload: optimizer, without "
         "DeepSpeed, which is not installed here; leave one out"
     )
-    held = ("shard_ranks", "offload")
+    fixed = ("shard_ranks", "offload")
     both = no_way(
-        wanted("qwen3-0.6b", "h200", 8, 600, held, True, shard_ranks=4, offload="optimizer")
+        wanted("qwen3-0.6b", "h200", 8, 600, fixed, True, shard_ranks=4, offload="optimizer")
     )
     assert both == (
         "train.strategy: auto finds no way to train beside train.shard_ranks: 4 and "
@@ -408,15 +408,15 @@ def test_the_fewest_nodes_that_share_a_block_are_named(
     assert sum(tables) < 5_000
     assert said.startswith(f"cluster.nodes {nodes} with cluster.gpus_per_node 8 of ")
     assert f", {8 * nodes} ranks to a block" in said
-    held = replace(
+    fixed = replace(
         asked,
         train=asked.train.model_copy(update={"context_ranks": 8 * nodes}),
-        held=("context_ranks",),
+        fixed=("context_ranks",),
     )
-    assert (smallest_cluster(held) or "").startswith(
+    assert (smallest_cluster(fixed) or "").startswith(
         f"cluster.nodes {nodes} with cluster.gpus_per_node 8 of "
     )
-    assert "global_batch_tokens" not in f"{said} {smallest_cluster(held)}"
+    assert "global_batch_tokens" not in f"{said} {smallest_cluster(fixed)}"
 
 
 def test_a_key_that_is_held_is_named_where_leaving_it_out_is_enough() -> None:
@@ -431,11 +431,11 @@ def test_a_way_that_needs_no_more_than_the_copy_of_a_checkpoint_says_so_before_o
     None
 ):
     """A copy of 98.3 GB exceeds what a 100 GB host has beside 8 ranks; offloading adds to it."""
-    asked = wanted("qwen3-8b", "h200", 8, 100, held=("save_async",), save_async=True)
+    asked = wanted("qwen3-8b", "h200", 8, 100, fixed=("save_async",), save_async=True)
     assert not fits_somehow(asked)
     assert lean(asked)[0].offload == "none"
     assert ({}, 169) in [(remedy.keys, remedy.memory_gb) for remedy in remedies_of(asked)]
-    assert fits_somehow(wanted("qwen3-8b", "h200", 8, 169, held=("save_async",), save_async=True))
+    assert fits_somehow(wanted("qwen3-8b", "h200", 8, 169, fixed=("save_async",), save_async=True))
     assert fits_somehow(wanted("qwen3-8b", "h200", 8, 100))  # copied part by part
 
 
@@ -561,8 +561,8 @@ def test_where_the_host_lacks_memory_for_activations_they_may_stay() -> None:
 @pytest.mark.parametrize("strategy", ["fsdp", "auto"])
 def test_no_change_is_joined_with_host_memory_that_suffices_by_itself(strategy: str) -> None:
     """Activations on the host were offered with 219 GB, where 217 GB are enough without them."""
-    held = ("offload",) if strategy == "auto" else ()
-    asked = wanted("qwen3-8b", "h200", 2, 64, held, **{**OFFLOADED, "strategy": strategy})
+    fixed = ("offload",) if strategy == "auto" else ()
+    asked = wanted("qwen3-8b", "h200", 2, 64, fixed, **{**OFFLOADED, "strategy": strategy})
     said = what_would_fit(asked)
     [alone] = [
         int(found[1])
