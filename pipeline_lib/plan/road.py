@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from pipeline_lib.arch.geometry import FP32_BYTES, HALF_BYTES
 from pipeline_lib.arch.layers import PROBE_TOKENS
+from pipeline_lib.plan.benchmarks import asking_s
 from pipeline_lib.plan.evaluation import cpus_of, pass_s
 from pipeline_lib.plan.machine import End, figure_of
 from pipeline_lib.plan.stages import Run, trained_bytes
@@ -40,6 +41,10 @@ def road_of(run: Run, training_s: Figure | None) -> tuple[RoadPart, ...]:
         RoadPart("merge", _sum(_merge(run))),
         RoadPart("evaluate", _sum(_evaluation(run))),
     ]
+    if run.askings:
+        parts.append(RoadPart("benchmark", _sum(_benchmarks(run))))
+    if run.exports:  # each is written, read back and proven as the merge is
+        parts.append(RoadPart("export", _sum(_merge(run)).scaled(len(run.exports))))
     return tuple(parts)
 
 
@@ -98,11 +103,26 @@ def _proof_on_cpus_s(run: Run) -> Figure:
     return figure_of({end: pass_s(geometry, tokens, machine.speeds(end)) for end in End})
 
 
-def _evaluation(run: Run) -> Iterator[Figure]:
-    """Yield what the evaluations of base and tuned model take; a sweep shares the base's."""
+def _both_loaded(run: Run) -> Iterator[Figure]:
+    """Yield what it takes to have base and tuned model in memory, each in a process of its own."""
     device = _device(run)
     yield (_PROCESS_S[device] + _SEAL_S).scaled(_MODELS)
     number_bytes = HALF_BYTES if device == "cuda" else FP32_BYTES
     yield _LOADED_BYTES_S[device].inverse(_MODELS * number_bytes * run.parameters)
+
+
+def _benchmarks(run: Run) -> Iterator[Figure]:
+    """Yield what the benchmarks of both models take, if every answer is as long as it may get."""
+    yield from _both_loaded(run)
+    machine = run.machine
+    if _device(run) == "cpu":
+        machine = cpus_of(run.cluster.cpus_per_node)
+    if run.geometry is not None and machine is not None:
+        yield asking_s(run.geometry, run.askings, machine).scaled(_MODELS)
+
+
+def _evaluation(run: Run) -> Iterator[Figure]:
+    """Yield what the evaluations of base and tuned model take; a sweep shares the base's."""
+    yield from _both_loaded(run)
     if computing := run.evaluation_s(most_cpus=None):
         yield computing

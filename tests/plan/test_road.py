@@ -6,6 +6,7 @@ import pytest
 
 from pipeline_lib.config.schema import Cluster, Evaluate
 from pipeline_lib.config.train import Train
+from pipeline_lib.plan.benchmarks import Asking
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.road import road_of, total
 from pipeline_lib.plan.stages import Run
@@ -45,6 +46,18 @@ def test_the_whole_is_the_sum_of_its_parts() -> None:
     assert total(parts).value == pytest.approx(sum(part.seconds.value for part in parts))
     longer = road_of(lora_8b(), STEPS_S.scaled(2.0))
     assert total(longer).value - total(parts).value == pytest.approx(STEPS_S.value)
+
+
+def test_benchmarks_and_exports_are_parts_of_the_road() -> None:
+    asking = Asking(questions=100, read_tokens=10_000, new_tokens=64)
+    run = replace(lora_8b(), askings=(asking,), exports=("gguf-f16", "fp8"))
+    found = {part.stage: part.seconds.value for part in road_of(run, STEPS_S)}
+    assert list(found) == ["start", "train", "merge", "evaluate", "benchmark", "export"]
+    assert found["export"] == pytest.approx(2 * found["merge"])
+    longer = replace(run, askings=(replace(asking, new_tokens=640),))
+    assert {part.stage: part.seconds.value for part in road_of(longer, STEPS_S)}[
+        "benchmark"
+    ] > found["benchmark"]
 
 
 def test_what_is_not_known_has_no_road() -> None:
