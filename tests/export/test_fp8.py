@@ -77,7 +77,6 @@ def test_a_folder_is_proven_and_its_bytes_are_the_same_each_time(merged: Exporte
 
 
 def test_transformers_computes_what_the_proof_does(merged: Exported) -> None:
-    pytest.importorskip("compressed_tensors", reason="the extra compressed is not installed")
     folder = written(merged)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.tensor([merged.block.tokens.tolist()])
