@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pipeline_lib.config.compile import run_digest
@@ -30,6 +31,8 @@ def owner_of(lock: Path) -> dict[str, Any]:
 def silence(owner: "subprocess.Popen[bytes]", lock: Path) -> None:
     """Stop the process that owns `lock`, and make it look like a silent one on another host."""
     owner.send_signal(signal.SIGSTOP)
+    # until then its threads may read the lock, which they must never find half written
+    wait_for(lambda: psutil.Process(owner.pid).status() == psutil.STATUS_STOPPED, "the stop")
     lock.write_text(json.dumps(owner_of(lock) | {"host": "elsewhere"}))
     os.utime(lock, (0, 0))
 
