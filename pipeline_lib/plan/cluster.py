@@ -23,7 +23,8 @@ from pipeline_lib.records.plan import Rate
 # The rates of small kernels (by the bytes that plan/step_time.py counts) and of launches are fitted
 # to steps on H200.
 _STREAM, _STREAM_BAND = 0.85, 0.1
-_EAGER_ON_CHIP_BYTES_S, _POINTWISE_BAND = 3.6e12, 0.3
+_EAGER_ON_CHIP_BYTES_S = from_gbyte_per_s(3_600.0)
+_POINTWISE_BAND = 0.3
 # Typical values for hosts that have GPUs.
 _LAUNCH_S, _LAUNCH_BAND = 20e-6, 0.6
 _LATENCY_S, _LATENCY_BAND = 30e-6, 1.0  # of a collective over NVLink; over PCIe about the same

@@ -21,6 +21,7 @@ from pipeline_lib.arch.layers import (
     stays_gathered,
 )
 from pipeline_lib.config.train import AUTO, Lora, Train
+from pipeline_lib.core.units import from_gbyte_per_s
 from pipeline_lib.plan.activations import Arithmetic, compute_bytes, exchanged_bytes_per_token
 from pipeline_lib.plan.case import Case
 from pipeline_lib.plan.machine import End, MeasuredPart, Pass, Speeds, beside_memory
@@ -57,7 +58,7 @@ _COMPILED = (_Bytes(18, 4, 6), _Bytes(24 + 16, 6 + 4, 10))
 _COMPILED_FROZEN = (_COMPILED[0], _Bytes(24, 6, 10))  # with frozen norm weights
 # Beside its time in memory, each byte of a fused kernel takes as long as at this rate on the chip:
 # on H200 they come to 0.8 of a long stream's bandwidth.
-_FUSED_ON_CHIP_BYTES_S = 16e12
+_FUSED_ON_CHIP_BYTES_S = from_gbyte_per_s(16_000.0)
 _AUTOCAST = 1.2  # norms with fp32 weights output fp32, which is cast again for each product
 _ADAPTED = 1.15  # peft's own modules
 # reads and writes of two copies, by model/context.py; not measured on a GPU

@@ -7,11 +7,18 @@ from collections.abc import Iterator
 
 from pipeline_lib.arch.geometry import FP32_BYTES, HALF_BYTES
 from pipeline_lib.arch.layers import PROBE_TOKENS
+from pipeline_lib.core.units import from_gbyte_per_s
 from pipeline_lib.plan.benchmarks import asking_s
 from pipeline_lib.plan.evaluation import cpus_of, pass_s
 from pipeline_lib.plan.machine import End, figure_of
 from pipeline_lib.plan.stages import Run, trained_bytes
 from pipeline_lib.records.plan import Figure, RoadPart
+
+
+def _gbyte_per_s(value: float, low: float, high: float) -> Figure:
+    """Return a rate in bytes a second from one in GB/s."""
+    return Figure(from_gbyte_per_s(value), from_gbyte_per_s(low), from_gbyte_per_s(high))
+
 
 # Seconds and bytes a second, with their bands, by what computes. Measured on one H200 with 16 cores
 # (benchmarks/RESULTS.md, 8B and 4B with LoRA, cold and warm) and on two cores without a GPU (the
@@ -21,11 +28,13 @@ _COMMAND_S = Figure(
 )  # from the command to the first stage, and from the last to the end
 _LIGHT_STAGE_S = Figure(1.0, 0.5, 2.5)  # a process that needs no torch, and Snakemake around it
 _PROCESS_S = {"cuda": Figure(5.5, 4.0, 9.0), "cpu": Figure(2.8, 2.0, 8.0)}  # that imports torch
-_LOADED_BYTES_S = {"cuda": Figure(6.5e9, 3e9, 20e9), "cpu": Figure(1.0e9, 0.3e9, 3e9)}
+_LOADED_BYTES_S = {"cuda": _gbyte_per_s(6.5, 3.0, 20.0), "cpu": _gbyte_per_s(1.0, 0.3, 3.0)}
 _COMPILE_S = Figure(12.0, 5.0, 40.0)  # layers, the head and the optimizer; less with a warm cache
-_WRITTEN_BYTES_S = Figure(1.6e9, 0.3e9, 2.5e9)
-_COMPARED_BYTES_S = {"cuda": Figure(4.5e9, 2e9, 8e9), "cpu": Figure(1.0e9, 0.3e9, 3e9)}
-_PROVEN_BYTES_S = Figure(3.4e9, 1.5e9, 6e9)  # of the model that a GPU reads for the proof's logits
+_WRITTEN_BYTES_S = _gbyte_per_s(1.6, 0.3, 2.5)
+_COMPARED_BYTES_S = {"cuda": _gbyte_per_s(4.5, 2.0, 8.0), "cpu": _gbyte_per_s(1.0, 0.3, 3.0)}
+_PROVEN_BYTES_S = _gbyte_per_s(
+    3.4, 1.5, 6.0
+)  # of the model that a GPU reads for the proof's logits
 _SEAL_S = Figure(2.0, 0.3, 4.0)
 _LIGHT_STAGES = 4  # tokenize, shard, plan and report, as far as their data does not decide
 _MODELS = 2  # that are evaluated: the base and the tuned one
