@@ -26,8 +26,8 @@ BASE, TUNED = "8b1ac49371a09010", "902a3c5915a04022"
 ONE: Mapping[str, type[Record]] = {
     "store/train/090ee2397abeda19/summary.json": Training,
     "store/train/090ee2397abeda19/plan.json": PlanDocument,
-    "store/plan/01505bdcaadb7bd0/plan.json": PlanDocument,
-    "store/plan/6a952edec6498fca/plan.json": PlanDocument,
+    "store/plan/713a6591be2ed68d/plan.json": PlanDocument,
+    "store/plan/9129d17c427744a4/plan.json": PlanDocument,
     f"store/evaluate/{BASE}/metrics.json": BaseEvaluation,
     f"store/evaluate/{TUNED}/metrics.json": Evaluation,
     "store/merge/b4bba1e684442b82/parity.json": Parity,
