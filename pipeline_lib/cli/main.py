@@ -116,9 +116,8 @@ def _run(arguments: argparse.Namespace) -> NoReturn:
             char if char.isprintable() or char == "\n" else " " for char in redact(str(error))
         )
         print(f"{_(ERROR)}{text}", file=sys.stderr, flush=True)
-        if (
-            getattr(arguments, "spec", None) is not None
-        ):  # a rule's; `plan` is also a user's command
+        # of a rule alone: `plan` is also a user's command
+        if getattr(arguments, "spec", None) is not None:
             if place := job_and_log(os.environ):
                 print(place, file=sys.stderr, flush=True)
             print(exit_line(error.exit_code), file=sys.stderr, flush=True)

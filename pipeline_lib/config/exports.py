@@ -35,6 +35,11 @@ class Merge(Section):
         "`train.keep_last`",
     )
 
+    @property
+    def averaged(self) -> int:
+        """The number of checkpoints in the merged weights."""
+        return 1 if self.average is None else self.average.last
+
 
 FP8 = "fp8"
 Q4_K_M = "gguf-q4_k_m"

@@ -14,14 +14,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from pipeline_lib.config.benchmarks import Benchmark
 from pipeline_lib.config.content import WEIGHTS_SUFFIXES
-from pipeline_lib.config.questions import QUESTIONS_NAME, BenchmarkQuestion, read_questions
-from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.questions import BenchmarkQuestion
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.text import Progress
 from pipeline_lib.core.units import count
+from pipeline_lib.data.asked import asked_in
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.records.benchmark import (
@@ -80,11 +79,9 @@ def _grams(units: Sequence[str], size: int) -> Iterator[Gram]:
 def run(job: Job) -> dict[str, Any]:
     """Write overlap.json: the questions of each benchmark that stand in the training rows."""
     asked: list[tuple[str, BenchmarkQuestion]] = []
-    for number, settings in enumerate(job.spec.settings["benchmarks"]):
-        path = job.inputs[f"questions.{number}"].file(QUESTIONS_NAME)
-        benchmark = read_settings(Benchmark, {**settings, "path": str(path)})
-        for question in read_questions(path, benchmark).asked:
-            asked.append((benchmark.name, question))
+    for benchmark in asked_in(job):
+        for question in benchmark.questions.asked:
+            asked.append((benchmark.settings.name, question))
     searched = Searched()
     short = set()
     for number, (_, question) in enumerate(asked):

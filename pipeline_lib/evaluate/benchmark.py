@@ -18,22 +18,19 @@ from transformers import GenerationConfig, PreTrainedModel
 from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.arch.generation_config import generation_config_of
 from pipeline_lib.arch.weight_files import weights_bytes
-from pipeline_lib.config.benchmarks import Benchmark
 from pipeline_lib.config.questions import (
-    QUESTIONS_NAME,
     BenchmarkQuestion,
     QuestionSet,
-    read_questions,
 )
 from pipeline_lib.config.rope import Rope, rope_in
 from pipeline_lib.config.schema import Evaluate
-from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import write_json, write_jsonl
 from pipeline_lib.core.language import N_
 from pipeline_lib.core.stage import Job, Say
 from pipeline_lib.core.text import Progress
 from pipeline_lib.core.units import count, percent
+from pipeline_lib.data.asked import Asked, asked_in
 from pipeline_lib.data.chat_template import has_template
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.evaluate.answers import Context, render, stops_of, tokens_of_answers
@@ -60,24 +57,6 @@ def run(job: Job) -> dict[str, Any]:
     Raises DataError if the model has no room here, or cannot be loaded.
     """
     return _run_tuned(job) if "merge" in job.inputs else _run_base(job)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A benchmark with its questions."""
-
-    settings: Benchmark
-    questions: QuestionSet
-
-
-def _asked_of(job: Job) -> tuple[list[Asked], dict[str, Any]]:
-    """Return the benchmarks of the job, and the settings of the conversations' context."""
-    asked = []
-    for number, settings in enumerate(job.spec.settings["benchmarks"]):
-        path = job.inputs[f"questions.{number}"].file(QUESTIONS_NAME)
-        benchmark = read_settings(Benchmark, {**settings, "path": str(path)})
-        asked.append(Asked(benchmark, read_questions(path, benchmark)))
-    return asked, job.spec.settings.get("context", {})
 
 
 def _run_base(job: Job) -> dict[str, Any]:
@@ -130,7 +109,8 @@ def _ask(
 
     `rope` and `generation` are what its files lack.
     """
-    benchmarks, context = _asked_of(job)
+    benchmarks = list(asked_in(job))
+    context = job.spec.settings.get("context", {})
     total = sum(len(asked.questions.asked) for asked in benchmarks)
     model = _load(folder, benchmarks, rope, job)
     if generation:

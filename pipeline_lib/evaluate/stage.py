@@ -83,7 +83,7 @@ from pipeline_lib.records.evaluation import (
     UnigramScore,
 )
 from pipeline_lib.records.record import read_record, read_records, to_json
-from pipeline_lib.report.conclusion import conclusion_of, not_judged
+from pipeline_lib.report.conclusion import conclusion_of, mean_against_last, not_judged
 from pipeline_lib.report.statistics import DocumentLosses
 
 
@@ -266,8 +266,7 @@ def _run_tuned(job: Job) -> dict[str, Any]:
         if LAST_MERGE in job.inputs:
             last = _score_last(job, exam.blocks)
             scores = replace(scores, last=_score_of(last))
-            words = _mean_in_words(tuned.losses[0], last)
-            verdict = replace(verdict, text=f"{verdict.text} {words}")
+            verdict = _with_last(verdict, tuned.losses[0], last)
         rows = score_rows(exam.documents, losses["base"], losses["tuned"])
         job.say(_loss_line("base", scores.base))
         job.say(_loss_line("tuned", scores.tuned))
@@ -289,21 +288,19 @@ def _score_last(job: Job, blocks: Sequence[Block]) -> DocumentLosses:
     """Return the held-out losses of the last checkpoint, beside the mean of several."""
     job.say("evaluate: the last checkpoint on the same blocks")
     folder = job.inputs[LAST_MERGE].folder()
-    job.spans.begin("score last", weights_bytes(folder))
+    job.spans.begin(N_("score last"), weights_bytes(folder))
     (losses,) = score(folder, [blocks], job.say)
     job.say(_loss_line("last", _score_of(losses)))
     return losses
 
 
-def _mean_in_words(mean: DocumentLosses, last: DocumentLosses) -> str:
-    """Return which of the mean of several checkpoints and the last one has the lower loss."""
-    better, worse = ("mean of the checkpoints", "last one")
-    if last.mean < mean.mean:
-        better, worse = ("last checkpoint", "mean of several")
-    is_proven = mean.is_below(last) or last.is_below(mean)
-    chance = "" if is_proven else ", which may be chance"
-    low, high = sorted((mean.mean, last.mean))
-    return f"The {better} is better than the {worse}: {low:.4f} against {high:.4f}{chance}."
+def _with_last(
+    verdict: EvaluationVerdict, mean: DocumentLosses, last: DocumentLosses
+) -> EvaluationVerdict:
+    """Return `verdict` with which of the mean of several checkpoints and the last one is better."""
+    is_told_apart = mean.is_below(last) or last.is_below(mean)
+    words = mean_against_last(mean.mean, last.mean, is_told_apart)
+    return replace(verdict, text=f"{verdict.text} {words}", is_mean_told_apart=is_told_apart)
 
 
 def _loss_line(name: str, score: Score) -> str:
@@ -630,6 +627,7 @@ def judge(losses: Mapping[str, DocumentLosses], unigram: float) -> EvaluationVer
         unigram=unigram,
         has_enough=tuned.estimate.has_enough,
         improved=improved,
+        beats_unigram=beats_unigram,
         uses_prompt=uses_prompt,
     )
     return EvaluationVerdict(

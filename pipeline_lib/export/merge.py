@@ -51,7 +51,7 @@ from pipeline_lib.data.template_worker import end_of_turn
 from pipeline_lib.export.adapter import adapter_code, export_adapter
 from pipeline_lib.export.card import HUBS, adapter_card, licence_of, model_card
 from pipeline_lib.export.fold import Fold, mean_of, plan_fold
-from pipeline_lib.export.proof import REFUSED, device_for, prove
+from pipeline_lib.export.proof import device_for, kept_if_refused, prove
 from pipeline_lib.export.write import Buffers, Entry, finite, write_files, write_index
 from pipeline_lib.lineage.record import LINEAGE_NAME, lineage_of, parse_manifest
 from pipeline_lib.model.build import DTYPES
@@ -290,9 +290,12 @@ def prove_or_keep(
     Raises TrainingError if it is not the trained model. It is then kept in the run's directory,
     which the error names.
     """
-    kept = job.run_dir / REFUSED
-    shutil.rmtree(kept, ignore_errors=True)  # of an earlier attempt
-    try:
+    refused = (
+        "the refused model is in {kept}, and the training stays as it is. Run snakemake again: if "
+        "the same is said again, this is a bug in the merge, so report it with this message. The "
+        "refused model loads like any other, but do not rely on it"
+    )
+    with kept_if_refused(job, refused):
         parity = prove(
             job.out,
             base,
@@ -303,15 +306,7 @@ def prove_or_keep(
             job.spans,
             averaged.checkpoints,
         )
-        return replace(parity, averaged_steps=averaged.steps)
-    except TrainingError as error:
-        shutil.move(job.out, kept)
-        raise TrainingError(
-            f"{error}. Nothing was published; the refused model is in {kept}, and the training "
-            "stays as it is. Run snakemake again: if the same is said again, this is a bug in the "
-            "merge, so report it with this message. The refused model loads like any other, but "
-            "do not rely on it"
-        ) from error
+    return replace(parity, averaged_steps=averaged.steps)
 
 
 def write_origin(

@@ -16,7 +16,9 @@ in memory, on a GPU as many as have room.
 """
 
 import math
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -36,7 +38,7 @@ from pipeline_lib.core.errors import DataError, TrainingError
 from pipeline_lib.core.language import N_
 from pipeline_lib.core.run_folder import WEIGHTS
 from pipeline_lib.core.spans import Spans
-from pipeline_lib.core.stage import Say
+from pipeline_lib.core.stage import Job, Say
 from pipeline_lib.core.threads import READERS, threads
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.model.batch import make_batch
@@ -76,6 +78,22 @@ _COMPARED_AT_ONCE = {"cpu": 2**20, "cuda": 2**26}
 # in fp32, of what a GPU compares: the base's, the merged one, and what the comparison makes
 _UNIT_COPIES = 4
 _SIGNIFICANT_BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
+
+
+@contextmanager
+def kept_if_refused(job: Job, what: str) -> Iterator[None]:
+    """Move `job.out` to the run's directory if the block refuses it with a TrainingError.
+
+    The error then says where it is; `what` has the place for that: `the refused model is in {kept}`.
+    """
+    kept = job.run_dir / REFUSED
+    shutil.rmtree(kept, ignore_errors=True)  # of an earlier attempt
+    try:
+        yield
+    except TrainingError as error:
+        shutil.move(job.out, kept)
+        text = what.format(kept=kept)
+        raise TrainingError(f"{error}. Nothing was published; {text}") from error
 
 
 def prove(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.config.exports import FP8, Q4_K_M
-from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.files import read_json, require_space, write_json, write_text
 from pipeline_lib.core.language import N_
 from pipeline_lib.core.stage import Job
@@ -19,7 +18,7 @@ from pipeline_lib.export.card import export_card, licence_of
 from pipeline_lib.export.fp8 import plan_folder
 from pipeline_lib.export.gguf_file import file_name, plan_file
 from pipeline_lib.export.modelfile import MODELFILE, modelfile
-from pipeline_lib.export.proof import REFUSED, device_for
+from pipeline_lib.export.proof import device_for, kept_if_refused
 from pipeline_lib.export.quantizer import plan_source, quantize
 from pipeline_lib.lineage.record import LINEAGE_NAME, parse_lineage
 from pipeline_lib.model.probe import PROBE_NAME
@@ -71,7 +70,7 @@ def _write_file(job: Job, kind: str, merged: Path) -> None:
     _begin(job, kind, file.size_bytes)
     file.write(path, f"{file.config['model_type']} {job.spec.inputs['merge'].digest}")
     if is_quantized:
-        job.spans.begin("quantize", file.size_bytes)
+        job.spans.begin(N_("quantize"), file.size_bytes)
         quantize(path, job.out / name)
         path.unlink()
     write_text(job.out / MODELFILE, modelfile(merged, name))
@@ -98,18 +97,14 @@ def _prove_or_keep(job: Job, kind: str, merged: Path, trained: Path) -> ExportPa
     Raises TrainingError if it is not the merged model. It is then kept in the run's directory,
     which the error names.
     """
-    kept = job.run_dir / REFUSED
-    shutil.rmtree(kept, ignore_errors=True)  # of an earlier attempt
+    refused = (
+        "the refused export is in {kept}, and the merged model stays as it is. Run snakemake again: "
+        f"if the same is said again, this is a bug in the export, so report it with this message, "
+        f"and remove {kind} from `export` until then"
+    )
     device = device_for(merged)
-    try:
+    with kept_if_refused(job, refused):
         if kind == FP8:
             return fp8_proof.prove(job.out, merged, trained, device, job.say, job.spans)
         path = job.out / file_name(kind)
         return gguf_proof.prove(path, kind, merged, trained, device, job.say, job.spans)
-    except TrainingError as error:
-        shutil.move(job.out, kept)
-        raise TrainingError(
-            f"{error}. Nothing was published; the refused export is in {kept}, and the merged model "
-            "stays as it is. Run snakemake again: if the same is said again, this is a bug in the "
-            f"export, so report it with this message, and remove {kind} from `export` until then"
-        ) from error

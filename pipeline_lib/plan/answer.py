@@ -175,7 +175,7 @@ def question_of(config: Config, store: Store) -> Question:
         has_near_duplicates=config.tokenize.near_duplicates is not None,
         askings=askings_of(config),
         exports=config.export,
-        averaged=1 if config.merge.average is None else config.merge.average.last,
+        averaged=config.merge.averaged,
     )
 
 
@@ -364,8 +364,7 @@ def run_of(question: Question) -> Run:
     )
 
 
-def _stages(question: Question, train: Train, memory: Memory, host_bytes: int) -> tuple[Need, ...]:
-    run = replace(run_of(question), train=train)
+def _stages(question: Question, run: Run, memory: Memory, host_bytes: int) -> tuple[Need, ...]:
     of_data = question.data_bytes, question.has_near_duplicates
     return tuple(needs_of(run, host_bytes, memory.total_bytes, *of_data))
 
@@ -494,6 +493,7 @@ def _content(
     parts = memory.host_bytes, memory.copied_bytes, memory.cpu_rank_bytes
     host_bytes = host_need(*parts, question.ranks, question.cluster.device == "cuda").total_bytes
     one_checkpoint = checkpoint_bytes(geometry, train)
+    run = replace(run_of(question), train=train)
     others = {}
     if choice is not None:
         for name, other in choice.best.items():
@@ -527,7 +527,7 @@ def _content(
         memory=dict(memories),
         chosen=Chosen(**{key: getattr(train, key) for key in PLACEMENT_KEYS}),
         disk=Disk(one_checkpoint, one_checkpoint * train.checkpoints_on_disk),
-        stages=_stages(question, train, memory, host_bytes),
+        stages=_stages(question, run, memory, host_bytes),
         prediction=way.planned() if way else None,
         others=others,
         near_miss=choice.near.planned() if choice and choice.near else None,
@@ -542,5 +542,5 @@ def _content(
             next=tuple(actions),
         ),
         words=_with_data(words, question, train, batch),
-        road=road_of(replace(run_of(question), train=train), way.run_s if way else None),
+        road=road_of(run, way.run_s if way else None),
     )

@@ -23,18 +23,14 @@ def _gbyte_per_s(value: float, low: float, high: float) -> Figure:
 # Seconds and bytes a second, with their bands, by what computes. Measured on one H200 with 16 cores
 # (benchmarks/RESULTS.md, 8B and 4B with LoRA, cold and warm) and on two cores without a GPU (the
 # demo); the bands reach to half and twice of that where only two kinds of machines were seen.
-_COMMAND_S = Figure(
-    4.0, 2.5, 8.0
-)  # from the command to the first stage, and from the last to the end
+_COMMAND_S = Figure(4.0, 2.5, 8.0)  # to the first stage, and from the last to the end
 _LIGHT_STAGE_S = Figure(1.0, 0.5, 2.5)  # a process that needs no torch, and Snakemake around it
 _PROCESS_S = {"cuda": Figure(5.5, 4.0, 9.0), "cpu": Figure(2.8, 2.0, 8.0)}  # that imports torch
 _LOADED_BYTES_S = {"cuda": _gbyte_per_s(6.5, 3.0, 20.0), "cpu": _gbyte_per_s(1.0, 0.3, 3.0)}
 _COMPILE_S = Figure(12.0, 5.0, 40.0)  # layers, the head and the optimizer; less with a warm cache
 _WRITTEN_BYTES_S = _gbyte_per_s(1.6, 0.3, 2.5)
 _COMPARED_BYTES_S = {"cuda": _gbyte_per_s(4.5, 2.0, 8.0), "cpu": _gbyte_per_s(1.0, 0.3, 3.0)}
-_PROVEN_BYTES_S = _gbyte_per_s(
-    3.4, 1.5, 6.0
-)  # of the model that a GPU reads for the proof's logits
+_PROVEN_BYTES_S = _gbyte_per_s(3.4, 1.5, 6.0)  # read by a GPU for the proof's logits
 _SEAL_S = Figure(2.0, 0.3, 4.0)
 _LIGHT_STAGES = 4  # tokenize, shard, plan and report, as far as their data does not decide
 _MODELS = 2  # that are evaluated: the base and the tuned one
@@ -63,10 +59,7 @@ def total(parts: tuple[RoadPart, ...]) -> Figure:
 
 
 def _sum(figures: Iterator[Figure]) -> Figure:
-    summed = Figure(0.0, 0.0, 0.0)
-    for figure in figures:
-        summed += figure
-    return summed
+    return sum(figures, Figure(0.0, 0.0, 0.0))
 
 
 def _device(run: Run) -> str:
@@ -123,9 +116,7 @@ def _both_loaded(run: Run) -> Iterator[Figure]:
 def _benchmarks(run: Run) -> Iterator[Figure]:
     """Yield what the benchmarks of both models take, if every answer is as long as it may get."""
     yield from _both_loaded(run)
-    machine = run.machine
-    if _device(run) == "cpu":
-        machine = cpus_of(run.cluster.cpus_per_node)
+    machine = run.evaluating_machine(most_cpus=None)
     if run.geometry is not None and machine is not None:
         yield asking_s(run.geometry, run.askings, machine).scaled(_MODELS)
 

@@ -112,9 +112,13 @@ class Run:
             else min(cluster.cpus_per_node, most_cpus or cluster.cpus_per_node)
         )
 
+    def evaluating_machine(self, most_cpus: int | None) -> Machine | None:
+        """Return what models are evaluated on; None if the GPU is unknown."""
+        return self.machine if self.gpus else cpus_of(self.cpus(most_cpus))
+
     def evaluation_s(self, most_cpus: int | None) -> Figure | None:
         """Return the seconds that the evaluation computes; None if model or GPU is unknown."""
-        machine = self.machine if self.gpus else cpus_of(self.cpus(most_cpus))
+        machine = self.evaluating_machine(most_cpus)
         if self.geometry is None or self.answers is None or machine is None:
             return None
         return evaluation_s(self.geometry, self.workload, self.answers, machine)
@@ -124,7 +128,6 @@ def run_of_config(
     config: Config, geometry: Geometry | None, workload: Workload, machine: Machine | None
 ) -> Run:
     """Return what is known of the experiment of `config` for its stages."""
-    average = config.merge.average
     return Run(
         config.cluster,
         config.train,
@@ -134,7 +137,7 @@ def run_of_config(
         machine,
         askings_of(config),
         config.export,
-        1 if average is None else average.last,
+        config.merge.averaged,
     )
 
 

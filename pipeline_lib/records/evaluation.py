@@ -119,12 +119,17 @@ class NoScores(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationVerdict(Record):
-    """The evaluation's conclusion from the scores."""
+    """The evaluation's conclusion from the scores.
+
+    `is_mean_told_apart` says of a mean of checkpoints that it differs from the last one alone by
+    more than chance.
+    """
 
     improved: bool
     beats_unigram: bool
     uses_prompt: bool
     text: str
+    is_mean_told_apart: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,19 @@ def conclusion(evaluation: Evaluation) -> str:
     scores = evaluation.scores
     if scores is None or not isinstance(verdict, EvaluationVerdict):
         return not_judged()
-    return conclusion_of(
+    text = conclusion_of(
         tuned=scores.tuned.loss,
         base=scores.base.loss,
         unigram=scores.unigram.loss,
         has_enough=scores.tuned.documents >= MIN_DOCUMENTS,
         improved=verdict.improved,
+        beats_unigram=verdict.beats_unigram,
         uses_prompt=verdict.uses_prompt,
     )
+    if scores.last is None:
+        return text
+    is_told_apart = verdict.is_mean_told_apart
+    return f"{text} {mean_against_last(scores.tuned.loss, scores.last.loss, is_told_apart)}"
 
 
 def not_judged() -> str:
@@ -35,11 +40,13 @@ def conclusion_of(
     unigram: float,
     has_enough: bool,
     improved: bool,
+    beats_unigram: bool,
     uses_prompt: bool,
 ) -> str:
     """Return a sentence on the tuned model, by the three models' losses in nats per token.
 
-    `improved` and `uses_prompt` say what is proven, `has_enough` whether the documents suffice.
+    `improved`, `beats_unigram` and `uses_prompt` are the verdict's, `has_enough` says whether the
+    documents suffice.
     """
     known = _("Not proven better than the base model on held-out answers")
     if tuned >= base:
@@ -47,7 +54,7 @@ def conclusion_of(
     if improved:
         known = _("Better than the base model on held-out answers")
     frequency = _("not better than guessing by frequency")
-    if tuned < unigram:
+    if beats_unigram:
         frequency = _("better than guessing by frequency")
     question = _("nothing shows that it uses the question")
     if uses_prompt:
@@ -63,4 +70,20 @@ def conclusion_of(
         frequency=frequency,
         unigram=f"{unigram:.3f}",
         question=question,
+    )
+
+
+def mean_against_last(mean: float, last: float, is_told_apart: bool) -> str:
+    """Return which of the mean of checkpoints and the last one has the lower loss, by how much."""
+    sentence = _(
+        "The mean of the checkpoints is better than the last one: {low} against {high}{chance}."
+    )
+    if last < mean:
+        sentence = _(
+            "The last checkpoint is better than the mean of several: {low} against {high}{chance}."
+        )
+    return sentence.format(
+        low=f"{min(mean, last):.4f}",
+        high=f"{max(mean, last):.4f}",
+        chance="" if is_told_apart else _(", which may be chance"),
     )

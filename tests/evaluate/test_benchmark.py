@@ -8,9 +8,10 @@ import torch
 
 from pipeline_lib.config.benchmarks import Benchmark
 from pipeline_lib.config.questions import BenchmarkQuestion, QuestionSet
+from pipeline_lib.data.asked import Asked
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.evaluate.answers import Context
-from pipeline_lib.evaluate.benchmark import Asked, Respondent, choice_nats
+from pipeline_lib.evaluate.benchmark import Respondent, choice_nats
 from pipeline_lib.evaluate.scoring import faults_of, is_loop, is_right, last_number
 from pipeline_lib.model.build import load_plain
 

@@ -44,7 +44,10 @@ def test_the_mean_is_merged_and_the_better_of_it_and_the_last_is_named(project: 
     assert scores["last"]["loss"] != scores["tuned"]["loss"]
     # the losses still fall steeply
     assert scores["last"]["loss"] < scores["tuned"]["loss"]
-    assert "The last checkpoint is better than the mean of several" in metrics["verdict"]["text"]
+    better = "The last checkpoint is better than the mean of several"
+    assert better in metrics["verdict"]["text"]
+    assert better in output
+    assert better in (project.sealed("report") / "report.html").read_text()
     summary = project.run("qwen3", "summary", "config/config.yaml").stdout
     assert "held-out loss, last checkpoint alone" in summary
 
